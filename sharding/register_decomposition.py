@@ -16,6 +16,7 @@ from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.decompositions.functional_forms import DECOMPOSITIONS, Checked
 from torchard.sharding.layouts.factors import RuleError
+from torchard.sharding.rule_check import close, random_like, tensors_of
 
 __all__ = ["register_decomposition"]
 
@@ -90,17 +91,18 @@ class _Check:
 
     def _compare(self, node: fx.Node, operands: list[torch.Tensor]) -> None:
         generator = torch.Generator().manual_seed(0)
-        args, kwargs = with_operands(node, [_random(x, generator) for x in operands])
+        args, kwargs = with_operands(node, [random_like(x, x.shape, generator) for x in operands])
         target: Any = node.target
         try:
-            want = _tensors(target(*args, **kwargs))
+            want = tensors_of(target(*args, **kwargs))
         except Exception:  # it cannot be called on random tensors
             return
         found = self.fn(*args, **kwargs)
         if found is NotImplemented:
             return
-        have = _tensors(found)
-        if len(have) != len(want) or not all(map(_close, have, want)):
+        have = tensors_of(found)
+        pairs = zip(have, want, strict=False)
+        if len(have) != len(want) or not all(close(*pair, _ROUNDINGS, 1e-30) for pair in pairs):
             raise RuleError(
                 f"the decomposition of {node.target} is wrong: on random tensors of shapes "
                 f"{[list(x.shape) for x in operands]} it returns {_kinds(have)} for {_kinds(want)}"
@@ -108,29 +110,8 @@ class _Check:
             )
 
 
-def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    if is_inexact(like):
-        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
-    return torch.randint(0, 2, like.shape, generator=generator).to(like.dtype)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
 def _kinds(values: list[torch.Tensor]) -> str:
     return ", ".join(f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in values)
-
-
-def _close(have: torch.Tensor, want: torch.Tensor) -> bool:
-    if have.shape != want.shape or have.dtype != want.dtype:
-        return False
-    if not is_inexact(want):
-        return torch.equal(have, want)
-    scale = float(want.abs().nan_to_num().max()) if want.numel() else 0.0
-    bound = _ROUNDINGS * torch.finfo(want.dtype).eps * max(scale, 1e-30)
-    return torch.allclose(have, want, rtol=0, atol=bound, equal_nan=True)
 
 
 def _apart(have: list[torch.Tensor], want: list[torch.Tensor]) -> str:

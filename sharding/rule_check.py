@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.core.tensor_spec import is_inexact_dtype
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.effects.unused_results import declare_pure
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.programs.graphs import with_operands
@@ -166,7 +166,8 @@ class _SampleCall:
         self.generator = torch.Generator().manual_seed(0)
         shapes = self._shapes(call, rule)
         self.inputs = [
-            self._random(VAL.of(o), shape) for o, shape in zip(call.operands, shapes, strict=True)
+            random_like(VAL.of(o), shape, self.generator)
+            for o, shape in zip(call.operands, shapes, strict=True)
         ]
         self.graph, self.node = fx.Graph(), call.node
         placeholders = []
@@ -195,11 +196,6 @@ class _SampleCall:
             raise NotImplementedError
         return list(call.ins)
 
-    def _random(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        if is_inexact_dtype(like.dtype):
-            return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(like.dtype)
-        return torch.randint(0, 2, shape, generator=self.generator).to(like.dtype)
-
     def _items(self, values: Any) -> list[fx.Node]:
         nodes = []
         for i, value in enumerate(values):
@@ -214,9 +210,7 @@ class _SampleCall:
         return target(*args, **kwargs)
 
     def apply(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        value = self._value(inputs)
-        values = value if isinstance(value, (tuple, list)) else [value]
-        return [v for v in values if isinstance(v, torch.Tensor)]
+        return tensors_of(self._value(inputs))
 
     def agrees(self, run: Callable[..., list[torch.Tensor]], *how: Any) -> bool:
         """Whether ``run`` gives the results of the call, up to rounding, and raises no error."""
@@ -224,7 +218,7 @@ class _SampleCall:
             results = run(*how)
         except Exception:
             return False
-        return len(results) == len(self.wanted) and all(map(_close, results, self.wanted))
+        return len(results) == len(self.wanted) and all(map(close, results, self.wanted))
 
     def split(self, option: Option, mesh: Mesh) -> list[torch.Tensor]:
         """The results of a plan in which the operation runs by this option."""
@@ -244,16 +238,34 @@ class _SampleCall:
         """The sum of the results for two summands of these operands."""
         first, second = list(self.inputs), list(self.inputs)
         for k in group:
-            first[k] = self._random(self.inputs[k], tuple(self.inputs[k].shape))
+            first[k] = random_like(self.inputs[k], self.inputs[k].shape, self.generator)
             second[k] = self.inputs[k] - first[k]
         return [a + b for a, b in zip(self.apply(first), self.apply(second), strict=True)]
 
 
-def _close(have: torch.Tensor, want: torch.Tensor) -> bool:
+def random_like(
+    like: torch.Tensor, shape: Sequence[int], generator: torch.Generator
+) -> torch.Tensor:
+    """Normal numbers, or zeros and ones in integer and boolean dtypes."""
+    if is_inexact(like):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(like.dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(like.dtype)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors that an operation returns."""
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def close(
+    have: torch.Tensor, want: torch.Tensor, roundings: int = 100, least: float = 1.0
+) -> bool:
+    """Whether two results differ by at most some roundings of the largest entry, or of ``least``."""
     if have.shape != want.shape or have.dtype != want.dtype:
         return False
-    if not is_inexact_dtype(want.dtype):
+    if not is_inexact(want):
         return torch.equal(have, want)
-    scale = float(want.abs().max()) if want.numel() else 0.0
-    bound = 100 * torch.finfo(want.dtype).eps * max(scale, 1.0)
+    largest = float(want.abs().nan_to_num().max()) if want.numel() else 0.0
+    bound = roundings * torch.finfo(want.dtype).eps * max(largest, least)
     return torch.allclose(have, want, rtol=0, atol=bound, equal_nan=True)

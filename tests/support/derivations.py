@@ -13,6 +13,8 @@ from random import Random
 import torch
 from torch.autograd import forward_ad
 
+from torchard.functional.core.tensor_spec import is_inexact
+
 __all__ = ["DERIVATIONS", "FORWARD", "OUTERMOST", "Derivation", "batched", "floating"]
 
 Fn = Callable[..., tuple[torch.Tensor, ...]]
@@ -30,12 +32,8 @@ class Derivation:
         return self.apply(fn)
 
 
-def is_float(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
 def floating(values: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
-    return tuple(i for i, x in enumerate(values) if is_float(x))
+    return tuple(i for i, x in enumerate(values) if is_inexact(x))
 
 
 def real_square(x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +44,7 @@ def loss(fn: Fn) -> Callable[..., torch.Tensor]:
     """One real number of all floating results."""
 
     def total(*xs: torch.Tensor) -> torch.Tensor:
-        return sum((real_square(o).sum() for o in fn(*xs) if is_float(o)), start=0)  # type: ignore[arg-type]
+        return sum((real_square(o).sum() for o in fn(*xs) if is_inexact(o)), start=0)  # type: ignore[arg-type]
 
     return total
 
@@ -71,7 +69,7 @@ def _floating_part(fn: Fn, xs: tuple[torch.Tensor, ...]) -> tuple[Fn, tuple[torc
         whole = list(xs)
         for i, x in zip(at, some, strict=True):
             whole[i] = x
-        return tuple(o for o in fn(*whole) if is_float(o))
+        return tuple(o for o in fn(*whole) if is_inexact(o))
 
     return part, tuple(xs[i] for i in at)
 
@@ -183,7 +181,7 @@ def _place(number: int, rank: int) -> int:
 
 def _other(x: torch.Tensor) -> torch.Tensor:
     """Another value of the same kind: integers may be indices, so they stay in their range."""
-    return 0.5 * x if is_float(x) else x.flip(0) if x.ndim else x.clone()
+    return 0.5 * x if is_inexact(x) else x.flip(0) if x.ndim else x.clone()
 
 
 def _autograd(fn: Fn) -> Fn:
@@ -197,7 +195,7 @@ def _autograd_twice(fn: Fn) -> Fn:
 def _by_autograd(
     total: Callable[..., torch.Tensor], xs: tuple[torch.Tensor, ...], once: bool
 ) -> tuple[torch.Tensor, ...]:
-    leaves = [x.detach().clone().requires_grad_() if is_float(x) else x for x in xs]
+    leaves = [x.detach().clone().requires_grad_() if is_inexact(x) else x for x in xs]
     wanted = [x for x in leaves if x.requires_grad]
     value = total(*leaves)
     if not value.requires_grad:
@@ -214,8 +212,8 @@ def _dual_numbers(fn: Fn) -> Fn:
 
     def pushed(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with forward_ad.dual_level():
-            at = tuple(forward_ad.make_dual(x, x.cos()) if is_float(x) else x for x in xs)
-            pairs = [forward_ad.unpack_dual(o) for o in fn(*at) if is_float(o)]
+            at = tuple(forward_ad.make_dual(x, x.cos()) if is_inexact(x) else x for x in xs)
+            pairs = [forward_ad.unpack_dual(o) for o in fn(*at) if is_inexact(o)]
         return tuple(torch.zeros_like(p) if t is None else t for p, t in pairs)
 
     return pushed
@@ -233,8 +231,8 @@ def _amid(fn: Fn) -> Fn:
     """Operations before and after: what a transform inside is given and returns is no end of a trace."""
 
     def amid(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = fn(*(x * 0.75 + 0.1 if is_float(x) else x for x in xs))
-        return tuple(o.sin() * 2 if is_float(o) else o for o in found)
+        found = fn(*(x * 0.75 + 0.1 if is_inexact(x) else x for x in xs))
+        return tuple(o.sin() * 2 if is_inexact(o) else o for o in found)
 
     return amid
 
@@ -243,7 +241,7 @@ def _twice(fn: Fn) -> Fn:
     """Two calls, of which the second has less of each number; all the results of both."""
 
     def twice(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (*fn(*xs), *fn(*(x * 0.5 if is_float(x) else x for x in xs)))
+        return (*fn(*xs), *fn(*(x * 0.5 if is_inexact(x) else x for x in xs)))
 
     return twice
 

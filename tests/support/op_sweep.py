@@ -29,6 +29,7 @@ import torch
 from op_db import Case, cases, entries, name_of
 from paths import RESULTS
 from refusals import refuses
+from sharded_programs import equal_when_sharded
 from torch import fx
 
 from torchard.functional.core.errors import RetraceWarning
@@ -36,7 +37,8 @@ from torchard.sharding import Mesh, P, place, shard, shard_rewrite
 from torchard.sharding.decompositions.decompose import comes_apart
 from torchard.sharding.planning.plan import Plan, choose
 from torchard.sharding.rules import lookup
-from torchard.sharding.testing import check_sharded, random_spec
+from torchard.sharding.testing import random_spec
+from torchard.testing import Differs
 
 MESHES = [Mesh(axes, virtual=True) for axes in ({"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2})]
 LEAST = 4  # an entry of few samples is tried with several specs
@@ -144,21 +146,14 @@ def _check(case: Case, mesh: Mesh, specs: tuple[P, ...], grads: bool, placed: bo
         for w, h in zip(want, have, strict=True):
             assert (w.shape, w.dtype) == (h.shape, h.dtype)
         return
-    tolerance = _tolerance(case)
-    check_sharded(case, args, mesh, specs, grads=grads, placed=placed, tolerance=tolerance)
-
-
-def _tolerance(case: Case) -> float:
-    """1e-10, or some units in the last place of the narrowest float that takes part."""
-    kinds = [x.dtype for x in (*case.tensors, *case(*case.tensors))]
-    eps = [torch.finfo(d).eps for d in kinds if d.is_floating_point or d.is_complex]
-    return max([1e-10, *(64 * e for e in eps)])
+    orders = ("value", "gradient") if grads else ("value",)
+    equal_when_sharded(case, args, mesh, specs, placed=placed, orders=orders)
 
 
 def _ours(error: BaseException) -> bool:
     """Whether the comparison itself failed, not an assertion on the way."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return last.filename.endswith(("sharding/testing/check.py", "op_sweep.py"))
+    return isinstance(error, Differs) or last.filename.endswith("op_sweep.py")
 
 
 def _words(error: BaseException) -> str:

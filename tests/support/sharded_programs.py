@@ -14,9 +14,10 @@ from torchard.functional.core import tree
 from torchard.functional.programs.program import Program
 from torchard.sharding import Mesh, P, place, shard
 from torchard.sharding.testing import meshes, random_spec
+from torchard.testing import equal
 from torchard.testing.strategies import RandomProgram, programs, random_program
 
-__all__ = ["ShardedProgram", "numbered", "of_all", "sharded_programs"]
+__all__ = ["ShardedProgram", "equal_when_sharded", "numbered", "of_all", "sharded_programs"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,23 @@ def of_all(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[.
         return sum((out * out.detach().sign()).sum() for out in tree.leaves(fn(*inputs)))
 
     return torch.func.grad(loss, tuple(i for i, x in enumerate(inputs) if x.is_floating_point()))
+
+
+def equal_when_sharded(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any = None,
+    *,
+    placed: bool = True,
+    orders: Sequence[str] = ("value", "gradient"),
+) -> None:
+    """Assert that `shard` changes neither values nor gradients, of placed arguments or plain ones."""
+    if placed:
+        equal(shard(fn, mesh, out_specs=out_specs), fn, *place(args, mesh, in_specs), orders=orders)
+    else:
+        equal(shard(fn, mesh, in_specs, out_specs), fn, *args, orders=orders)
 
 
 @st.composite

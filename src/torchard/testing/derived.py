@@ -13,8 +13,8 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.errors import DerivativeError, PurityError
 from torchard.functional.core.placed import is_placed
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.sharding import MeshTensor, place
-from torchard.testing.rounding.roundings import is_float
 
 __all__ = [
     "ALL_CALLS",
@@ -306,7 +306,7 @@ class _FloatingPart:
     def __call__(self, *leaves: Any) -> tuple[torch.Tensor, ...]:
         args = tree.combine(tree.unflatten(self.structure, leaves), self.rest)
         results = tree.leaves(tree.whole(self.fn(*args)))
-        floats = tuple(r for r in results if is_float(r))
+        floats = tuple(r for r in results if is_inexact(r))
         if not floats:
             raise _NoFloats
         return floats
@@ -369,7 +369,7 @@ class _FloatingPart:
 def _direction_like(leaf: Any) -> Any:
     if isinstance(leaf, MeshTensor):
         return place(fixed_direction(leaf), leaf.mesh, leaf.spec)
-    return fixed_direction(leaf) if is_float(leaf) else leaf
+    return fixed_direction(leaf) if is_inexact(leaf) else leaf
 
 
 def _inner(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import fx
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE, VAL
 from torchard.functional.reports.text import value_text
@@ -20,7 +21,6 @@ from torchard.testing.observe import Observed, observed
 from torchard.testing.rounding.bounds import Expected, expected
 from torchard.testing.rounding.movement import rearranges
 from torchard.testing.rounding.precision import Precision, precision_of
-from torchard.testing.rounding.roundings import is_float
 
 __all__ = ["Divergence", "Operation", "localize", "parting"]
 
@@ -309,7 +309,7 @@ def _middle_range(known: Expected) -> tuple[float, float]:
 
 
 def _kind(value: torch.Tensor) -> _Kind:
-    return is_float(value), value.is_complex(), value.shape
+    return is_inexact(value), value.is_complex(), value.shape
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

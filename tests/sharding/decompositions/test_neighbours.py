@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from neighbours import FUNCTIONS, KERNEL, image, slope
+from sharded_programs import equal_when_sharded
 
 from torchard import Mesh, P, place, shard
-from torchard.sharding.testing import check_sharded
 
 MESHES: dict[str, tuple[dict[str, int], Any, int]] = {
     "13 lines over 3": ({"tp": 3}, "tp", 13),
@@ -106,7 +106,7 @@ WITHOUT_WINDOWS: dict[str, tuple[Images, int]] = {
 def test_what_has_no_windows_is_right_too(name: str) -> None:
     fn, lines = WITHOUT_WINDOWS[name]
     mesh, split = Mesh({"tp": 2}, virtual=True), P(None, None, "tp")
-    check_sharded(fn, (image(lines),), mesh, (split,), split)
+    equal_when_sharded(fn, (image(lines),), mesh, (split,), split)
 
 
 INF, NAN = float("inf"), float("nan")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from sharded_programs import equal_when_sharded
 
 from torchard.functional import nn
 from torchard.sharding import Mesh, P, place, shard
-from torchard.sharding.testing import check_sharded
 
 F64 = torch.float64
 ROWS, D, V = 24, 32, 12
@@ -81,4 +81,4 @@ def test_only_statistics_cross(name: str) -> None:
     assert {c.kind for c in found} == {"all_reduce"}
     sent = [math.prod(c.shape) for c in found]
     assert {n: sent.count(n) for n in sent} == elements, str(found)
-    check_sharded(fn, args, mesh, specs)
+    equal_when_sharded(fn, args, mesh, specs)

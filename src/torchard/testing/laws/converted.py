@@ -13,11 +13,12 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.failed_calls import note_call
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.loops.rolled import straight_line
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.accessors import pytree
 from torchard.functional.trace import trace
-from torchard.testing.rounding.roundings import is_float, unit_roundoff
+from torchard.testing.rounding.roundings import unit_roundoff
 
 __all__ = ["check_converted", "check_double"]
 
@@ -58,7 +59,7 @@ def check_double(who: str, fn: Callable[..., Any], args: Sequence[Any]) -> None:
         return
     computed: set[fx.Node] = set()  # of the arguments, by operations on floating numbers
     for node in program.graph.nodes:
-        dtypes = [x.dtype for x in pytree.tree_leaves(VAL.get(node)) if is_float(x)]
+        dtypes = [x.dtype for x in pytree.tree_leaves(VAL.get(node)) if is_inexact(x)]
         if not dtypes:
             continue
         narrowest = max(dtypes, key=unit_roundoff)

@@ -11,12 +11,12 @@ import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import AtLeast
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.testing.calls import law
 from torchard.testing.laws.sides import check_floats
 from torchard.testing.report import Trials
 from torchard.testing.rounding.bounds import expected
 from torchard.testing.rounding.programs import program_of
-from torchard.testing.rounding.roundings import is_float
 
 __all__ = ["monotone"]
 
@@ -163,7 +163,7 @@ def _single(place: int, count: int) -> torch.Tensor:
 
 
 def _grows(x: Any) -> bool:
-    return is_float(x) and not x.is_complex()
+    return is_inexact(x) and not x.is_complex()
 
 
 def _grown(x: Any, step: torch.Tensor) -> Any:

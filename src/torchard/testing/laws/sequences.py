@@ -11,6 +11,7 @@ import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import CheckedInside
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.testing.calls import law
 from torchard.testing.derived import ALL_ORDERS
 from torchard.testing.laws.sides import (
@@ -23,7 +24,6 @@ from torchard.testing.laws.sides import (
     size_of,
 )
 from torchard.testing.report import Report
-from torchard.testing.rounding.roundings import is_float
 
 __all__ = ["causal", "padding_invariant"]
 
@@ -167,7 +167,7 @@ def padding_invariant(
 
     def repadded(x: torch.Tensor) -> torch.Tensor:
         other = changed(x)
-        if fill is not None and is_float(x):
+        if fill is not None and is_inexact(x):
             other = torch.full_like(x, fill).detach()
         return torch.where(_leading(valid, x), x, other)
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from torchard.functional.core import tree
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.testing.equal import Reference
 from torchard.testing.report import Differs, Report
-from torchard.testing.rounding.roundings import is_float
 
 __all__ = [
     *("Dims", "agree", "along", "changed", "check_floats", "check_results", "map_dims"),
@@ -67,12 +67,12 @@ def _only_derivatives(report: Report) -> bool:
 
 
 def _has_ties(x: Any) -> bool:
-    return is_float(x) and torch.unique(x.detach().abs()).numel() < x.numel()
+    return is_inexact(x) and torch.unique(x.detach().abs()).numel() < x.numel()
 
 
 def _untied(x: Any) -> Any:
     """A tensor near by, of the same signs, whose elements are all different; zeros become small."""
-    if not is_float(x):
+    if not is_inexact(x):
         return x
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(x.numel(), generator=generator).reshape(x.shape).to(x.device)
@@ -83,7 +83,7 @@ def _untied(x: Any) -> Any:
 
 
 def _floats(value: Any) -> bool:
-    return any(map(is_float, tree.leaves(tree.whole(value))))
+    return any(map(is_inexact, tree.leaves(tree.whole(value))))
 
 
 def check_floats(who: str, args: Sequence[Any]) -> None:
@@ -208,7 +208,7 @@ def changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
     negated; integers become the next of the values that occur, so that they stay valid as indices.
     """
     x = x.detach()
-    if is_float(x):
+    if is_inexact(x):
         generator = torch.Generator().manual_seed(seed)
         factors = torch.rand(x.shape, generator=generator, dtype=torch.float64) + 0.25
         factors = factors + (factors > 0.75) * 0.5

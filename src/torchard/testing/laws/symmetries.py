@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchard.functional.core import tree
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.testing.calls import law
 from torchard.testing.derived import ALL_ORDERS
 from torchard.testing.laws.sides import agree
 from torchard.testing.report import Report
-from torchard.testing.rounding.roundings import is_float
 
 __all__ = ["equivariant", "homogeneous", "invariant"]
 
@@ -136,7 +136,7 @@ def homogeneous(
 
     def scaled(value: Any, factor: float) -> Any:
         # Not times a number: forward mode makes doubles of that and a value without dims.
-        return tree.map(lambda x: x * x.new_full((), factor) if is_float(x) else x, value)
+        return tree.map(lambda x: x * x.new_full((), factor) if is_inexact(x) else x, value)
 
     return agree(
         f"not homogeneous of degree {degree:g}, fn of scaled arguments differs from its scaled result",

@@ -12,9 +12,10 @@ import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.testing.calls import drawing_alike
 from torchard.testing.report import Trials
-from torchard.testing.rounding.roundings import alike, is_float
+from torchard.testing.rounding.roundings import alike
 
 __all__ = ["check_training"]
 
@@ -308,7 +309,7 @@ def _of_step(
             continue
         should = path in trained or _matches(path, buffers)
         does = _differ(old, new)
-        if does and is_float(new) and not bool(new.isfinite().all()):
+        if does and is_inexact(new) and not bool(new.isfinite().all()):
             problems.append(f"{path} is not finite after the step")
         elif should != does and path not in free:
             problems.append(
@@ -341,7 +342,7 @@ def _descent(first: torch.Tensor, second: torch.Tensor, when: str) -> list[str]:
 
 
 def _is_scalar(value: Any) -> bool:
-    return is_float(value) and not value.is_complex() and value.numel() == 1
+    return is_inexact(value) and not value.is_complex() and value.numel() == 1
 
 
 # -- leaves -------------------------------------------------------------------------------------------
@@ -368,7 +369,7 @@ def _trained(params: Any, state: _Tensors, listed: Mapping[str, Sequence[str]]) 
                     f"check_training: {name} has {pattern!r}, which names no leaf; there are "
                     f"{_some(list(state))}."
                 )
-    trainable = {path for path, x in state.items() if is_float(x)}
+    trainable = {path for path, x in state.items() if is_inexact(x)}
     if isinstance(params, torch.nn.Module):
         trainable = {name for name, p in params.named_parameters() if p.requires_grad}
     trained = {path for path in trainable if not any(_matches(path, p) for p in listed.values())}

@@ -12,6 +12,7 @@ import torch
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import CheckedInside, checked
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.jit import jit
 from torchard.kernels import fuse
 from torchard.sharding import Mesh, P, place, shard
@@ -21,7 +22,6 @@ from torchard.testing.equal import Reference, equal
 from torchard.testing.laws.converted import check_converted
 from torchard.testing.report import Differs, Report
 from torchard.testing.rounding.precision import Precision
-from torchard.testing.rounding.roundings import is_float
 
 __all__ = [
     "check_batching",
@@ -143,7 +143,7 @@ def check_dtypes(
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    if not is_float(x):
+    if not is_inexact(x):
         return x
     return x.to(_COMPLEX.get(dtype, x.dtype) if x.is_complex() else dtype)
 
@@ -273,7 +273,7 @@ def _batched(fn: Fn) -> Fn:
 
     def run(*args: Any) -> Any:
         batch = tree.map(
-            lambda x: torch.stack([x, x / 2 if is_float(x) else x]) if _tensor(x) else x, args
+            lambda x: torch.stack([x, x / 2 if is_inexact(x) else x]) if _tensor(x) else x, args
         )
         dims = tree.map(lambda x: 0 if _tensor(x) else None, args)
         return torch.vmap(fn, in_dims=dims)(*batch)
@@ -350,7 +350,7 @@ def _tensor(x: Any) -> bool:
 def _batch_of(leaf: Any, generator: torch.Generator) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if not is_float(leaf):
+    if not is_inexact(leaf):
         return torch.stack([leaf] * 3)
     factors = torch.rand(3, generator=generator) + 0.5
     return torch.stack([leaf * f for f in factors.to(leaf.dtype)])

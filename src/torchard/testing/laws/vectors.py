@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from torchard.functional.core import tree
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.testing.derived import as_primal
 from torchard.testing.laws.converted import check_converted
 from torchard.testing.laws.modes import Fn, Vector
 from torchard.testing.rounding.in_double import as_double
-from torchard.testing.rounding.roundings import is_float
 
 __all__ = ["OfVectors", "direction_at", "flattened", "random_like", "same_draws", "where_finite"]
 
@@ -74,7 +74,7 @@ def flattened(fn: Callable[..., Any], args: tuple[Any, ...], seed: int) -> OfVec
     except Exception:
         check_converted(_WHO, fn, args, doubles, torch.float64)
         raise
-    if not any(map(is_float, result)):
+    if not any(map(is_inexact, result)):
         kinds = sorted({str(getattr(r, "dtype", type(r).__name__)) for r in result})
         raise ValueError(
             f"{_WHO}: no result of fn is a floating tensor to differentiate: it returns "
@@ -89,7 +89,7 @@ def flattened(fn: Callable[..., Any], args: tuple[Any, ...], seed: int) -> OfVec
         # Copies, since fn may write to them.
         given = tree.unflatten(structure, [x.clone() for x in some])
         result = fn(*tree.combine(given, rest))
-        return tuple(r for r in tree.leaves(tree.whole(result)) if is_float(r))
+        return tuple(r for r in tree.leaves(tree.whole(result)) if is_inexact(r))
 
     return OfVectors(flat, tuple(map(as_primal, leaves)), tree.paths(floats, "args"), fn, doubles)
 

@@ -9,17 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.testing.rounding.in_double import InDouble, Perturbed, as_double
 from torchard.testing.rounding.precision import OWN, Precision
-from torchard.testing.rounding.roundings import (
-    alike,
-    is_float,
-    rounded,
-    roundings_of,
-    unit_roundoff,
-)
+from torchard.testing.rounding.roundings import alike, rounded, roundings_of, unit_roundoff
 
 __all__ = ["Expected", "expected"]
 
@@ -115,7 +110,7 @@ def expected(
     nodes = list(dict.fromkeys(nodes))
     values = InDouble(program).evaluate(inputs)
     exact = {node: values[node] for node in nodes}
-    floats = [node for node in nodes if is_float(exact[node])]
+    floats = [node for node in nodes if is_inexact(exact[node])]
     spreads = {node: _Spread(exact[node], precision.counted(VAL.of(node).dtype)) for node in floats}
     held = _held(program, inputs, precision)
     roundings = roundings_of(program, values, precision.counted, held)
@@ -138,7 +133,7 @@ def _held(
     found: dict[fx.Node, torch.Tensor] = {}
     dtypes = precision.of_inputs(program)
     for node, x in zip(program.placeholders, inputs, strict=True):
-        if node in dtypes and is_float(x):
+        if node in dtypes and is_inexact(x):
             near = rounded(x.detach(), dtypes[node])
             if not bool(alike(near, as_double(x)).all()):
                 found[node] = near

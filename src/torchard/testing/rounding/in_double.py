@@ -9,12 +9,13 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.accessors import pytree
 from torchard.functional.tracing.purify import call_pure
-from torchard.testing.rounding.roundings import Rounding, is_float, rounded_number
+from torchard.testing.rounding.roundings import Rounding, rounded_number
 
 __all__ = ["InDouble", "Perturbed", "as_double"]
 
@@ -118,7 +119,7 @@ class Perturbed(InDouble):
             return values
 
         def perturb(x: Any) -> Any:
-            if not is_float(x):
+            if not is_inexact(x):
                 return x
             moved = x + x * self._noise(x, error)
             return torch.where(x.isfinite(), moved, x)  # infinities are not rounded
@@ -134,7 +135,7 @@ def _has_known_shape(node: fx.Node, value: Any) -> bool:
 
 def as_double(value: Any) -> Any:
     """A floating or complex tensor in double precision; anything else as it is."""
-    if not is_float(value):
+    if not is_inexact(value):
         return value
     return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
 
@@ -154,4 +155,4 @@ def _double_dtype(value: Any) -> Any:
 def _as_narrow(value: Any, val: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_as_narrow(x, v) for x, v in zip(value, val, strict=True))
-    return value.to(val.dtype) if is_float(value) else value
+    return value.to(val.dtype) if is_inexact(value) else value

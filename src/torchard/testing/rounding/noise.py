@@ -11,11 +11,12 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.programs.program import Program
 from torchard.testing.rounding.in_double import InDouble, Perturbed
 from torchard.testing.rounding.movement import moves
 from torchard.testing.rounding.programs import program_of
-from torchard.testing.rounding.roundings import is_float, roundings_of
+from torchard.testing.rounding.roundings import roundings_of
 
 __all__ = ["Noise", "nudged"]
 
@@ -118,7 +119,7 @@ class _Nudge:
     generator: torch.Generator
 
     def __call__(self, x: Any) -> Any:
-        if not is_float(x):
+        if not is_inexact(x):
             return x
         sign = torch.full(x.shape, self.sign, dtype=torch.float64)
         if not self.sign:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.accessors import pytree
-from torchard.testing.rounding.roundings import is_float, narrower
+from torchard.testing.rounding.roundings import narrower
 
 __all__ = ["OWN", "Precision", "precision_of", "precisions"]
 
@@ -111,4 +112,4 @@ def _least(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
 
 
 def _dtypes(node: fx.Node) -> list[torch.dtype]:
-    return [x.dtype for x in pytree.tree_leaves(VAL.get(node)) if is_float(x)]
+    return [x.dtype for x in pytree.tree_leaves(VAL.get(node)) if is_inexact(x)]

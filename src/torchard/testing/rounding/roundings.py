@@ -27,18 +27,12 @@ from torchard.testing.rounding.movement import counts, literals, moves
 __all__ = [
     "Rounding",
     "alike",
-    "is_float",
     "narrower",
     "rounded",
     "rounded_number",
     "roundings_of",
     "unit_roundoff",
 ]
-
-def is_float(value: Any) -> bool:
-    """Whether a value is a floating or complex tensor."""
-    return is_inexact(value)
-
 
 def alike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Where two tensors have the same value; NaNs are the same."""
@@ -115,7 +109,7 @@ def roundings_of(
     exact = set(program.placeholders) - set(inexact)
     found: dict[fx.Node, Rounding] = {}
     for node in program.calls:
-        floats = filter(is_float, _tensors(VAL.of(node)))
+        floats = filter(is_inexact, _tensors(VAL.of(node)))
         dtypes = [counted(v.dtype) for v in floats]
         units = list(map(unit_roundoff, dtypes))
         computes = bool(units) and not moves(node) and node.target is not operator.getitem
@@ -172,7 +166,7 @@ def _terms(node: fx.Node) -> float:
 def _is_exact(node: fx.Node, values: Mapping[fx.Node, Any], bits: int) -> bool:
     """Whether neither the result nor any sum on the way to it needs more bits than these."""
     operands = [_span(x) for n in node.all_input_nodes for x in _tensors(values[n])]
-    results = [x for x in _tensors(values[node]) if is_float(x)]
+    results = [x for x in _tensors(values[node]) if is_inexact(x)]
     if any(_bits_of_each(x) > min(bits, _CHANCE) for x in results):
         return False
     terms = math.log2(2 * _terms(node))
