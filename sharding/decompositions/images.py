@@ -16,9 +16,9 @@ from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.decompositions.neighbours import (
     Parts,
     each_of,
+    is_split,
     register,
     strided,
-    worthwhile,
 )
 from torchard.sharding.rules.blocks import blocks, unblocks
 
@@ -37,8 +37,8 @@ _TURNING = 32  # multiplications that cost as much as moving an element
 
 
 def split_image_dim(parts: Sequence[int], shape: Sequence[int]) -> int | None:
-    """The first image dim (behind batch and channels) that is split into more than single lines."""
-    return next((d for d in range(2, len(shape)) if worthwhile(shape[d], parts[d])), None)
+    """The first image dim (after batch and channels) that is split."""
+    return next((d for d in range(2, len(shape)) if is_split(shape[d], parts[d])), None)
 
 
 def fold(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -103,7 +103,7 @@ class _Reading:
 
     def can_write(self, size: int) -> bool:
         """Whether all blocks of the image that is read begin at the same phase of the stride."""
-        return worthwhile(size, self.count) and not each_of(size, self.count) % self._at[0]
+        return is_split(size, self.count) and not each_of(size, self.count) % self._at[0]
 
     def _seen(self, read: torch.Tensor, made: int) -> torch.Tensor:
         step, padding, reach = self._at
@@ -198,7 +198,7 @@ def _convolution(
     reading = _Reading(weight, stride, padding, dilation, groups, dim, count)
     if not transposed:
         made = reading.sizes(x.shape)[dim - 2]
-        return reading.forward(x, bias, made) if worthwhile(made, count) else NotImplemented
+        return reading.forward(x, bias, made) if is_split(made, count) else NotImplemented
     shape = [x.shape[0], weight.shape[1] * groups]
     sizes = (x.shape[2:], weight.shape[2:], stride, padding, dilation, spread(output_padding, rank))
     for n, k, s, p, d, more in zip(*sizes, strict=True):
@@ -229,7 +229,7 @@ def _convolution_backward(
     if dim is None:
         return NotImplemented
     count = max(parts[0][dim], parts[1][dim])
-    if not (worthwhile(grad.shape[dim], count) and worthwhile(x.shape[dim], count)):
+    if not (is_split(grad.shape[dim], count) and is_split(x.shape[dim], count)):
         return NotImplemented
     stride, padding, dilation = (spread(v, x.ndim - 2) for v in (stride, padding, dilation))
     reading = _Reading(weight, stride, padding, dilation, groups, dim, count)

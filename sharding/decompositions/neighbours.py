@@ -25,11 +25,11 @@ __all__ = [
     "clipped",
     "each_of",
     "in_windows",
+    "is_split",
     "places_in",
     "register",
     "starts",
     "strided",
-    "worthwhile",
 ]
 
 Parts = Sequence[Sequence[int]]
@@ -50,9 +50,9 @@ def each_of(n: int, count: int) -> int:
     return -(-n // count)
 
 
-def worthwhile(n: int, count: int) -> bool:
-    """Whether blocks are smaller than the dim and larger than one element, so that windows pay."""
-    return 1 < count < n
+def is_split(n: int, count: int) -> bool:
+    """Whether the dim is split, and into no more blocks than it has elements."""
+    return 1 < count <= n
 
 
 def clipped(start: int, stop: int, size: int) -> tuple[Run, ...]:
@@ -111,7 +111,7 @@ def _slice(
 ) -> Any:
     dim, n = dim % x.ndim, x.shape[dim]
     count, places = parts[0][dim], range(*slice(start, stop, step).indices(n))
-    if not worthwhile(n, count) or not places:
+    if not is_split(n, count) or not places:
         return NotImplemented
     each, runs = each_of(len(places), count), []
     for j in range(count):
@@ -130,7 +130,7 @@ def _slice_backward(
         return _shifted(parts, grad, dim, sizes[dim], -first)
     n, count = grad.shape[dim], parts[0][dim]
     each = each_of(sizes[dim], count)
-    if not worthwhile(n, count) or each % step:
+    if not is_split(n, count) or each % step:
         return NotImplemented
     runs, own = [], each // step  # as many in each block, and at the same places
     for j in range(count):
@@ -147,7 +147,7 @@ def _shifted(
 ) -> Any:
     """A value shifted along a dim, into a result of another size."""
     count = parts[0][dim]
-    if not worthwhile(x.shape[dim], count):
+    if not is_split(x.shape[dim], count):
         return NotImplemented
     return unblocks(strided(x, dim, count, made, 1, first, 1, fill), dim, made)
 
@@ -172,7 +172,7 @@ def _pad(parts: Parts, x: torch.Tensor, pad: list[int], value: Any = 0) -> Any:
 def _roll(parts: Parts, x: torch.Tensor, shifts: list[int], dims: Sequence[int] = ()) -> Any:
     for k, dim in enumerate(d % x.ndim for d in dims):
         n, count = x.shape[dim], parts[0][dim]
-        if not worthwhile(n, count):
+        if not is_split(n, count):
             continue
         each, shift = each_of(n, count), shifts[k] % n
         runs = []
@@ -189,7 +189,7 @@ def _roll(parts: Parts, x: torch.Tensor, shifts: list[int], dims: Sequence[int] 
 def _flip(parts: Parts, x: torch.Tensor, dims: Sequence[int]) -> Any:
     for k, dim in enumerate(d % x.ndim for d in dims):
         n, count = x.shape[dim], parts[0][dim]
-        if not worthwhile(n, count):
+        if not is_split(n, count):
             continue
         each = each_of(n, count)
         runs = []
@@ -208,7 +208,7 @@ def _split(parts: Parts, x: torch.Tensor, sizes: int | list[int], dim: int = 0) 
     """Split by one exchange for all results: a window is a block's part of each of them."""
     dim, count = dim % x.ndim, parts[0][dim]
     n = x.shape[dim]
-    if not worthwhile(n, count):
+    if not is_split(n, count):
         return NotImplemented
     pieces = [p.shape[dim] for p in torch.split(x, sizes, dim)]
     each = [each_of(size, count) for size in pieces]
@@ -235,7 +235,7 @@ def _cat(parts: Parts, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     dim %= tensors[0].ndim
     made = sum(x.shape[dim] for x in tensors)
     count = max(part[dim] for part in parts)
-    if not worthwhile(made, count):
+    if not is_split(made, count):
         return NotImplemented
     each = [each_of(x.shape[dim], count) for x in tensors]
     offsets = list(itertools.accumulate((x.shape[dim] for x in tensors), initial=0))
@@ -272,7 +272,7 @@ def _slice_scatter(
     start, stop, step = given
     places = range(*slice(start, stop, step).indices(n))
     count = max(parts[0][dim], parts[1][dim])
-    if step != 1 or not places or not worthwhile(n, count) or not worthwhile(len(places), count):
+    if step != 1 or not places or not is_split(n, count) or not is_split(len(places), count):
         return NotImplemented
     part = strided(y, dim, count, n, 1, -places.start, 1)
     at = places_in(x, dim, count, each_of(n, count))
@@ -283,7 +283,7 @@ def _slice_scatter(
 @register(aten.unfold.default)
 def _unfold(parts: Parts, x: torch.Tensor, dim: int, size: int, step: int) -> Any:
     dim %= max(x.ndim, 1)
-    if not x.ndim or not worthwhile(x.shape[dim], parts[0][dim]):
+    if not x.ndim or not is_split(x.shape[dim], parts[0][dim]):
         return NotImplemented
     made = (x.shape[dim] - size) // step + 1
     taken = strided(x, dim, parts[0][dim], made, step, 0, size)
@@ -298,7 +298,7 @@ def _unfold_backward(
     dim %= len(sizes)
     n, made, count = sizes[dim], grad.shape[dim], parts[0][dim]
     each = each_of(n, count)
-    if not worthwhile(made, count) or each % step:
+    if not is_split(made, count) or each % step:
         return NotImplemented
     behind = -((1 - size) // -step)  # of a block's first element: the first window with it, <= 0
     own = each // step - behind
@@ -319,7 +319,7 @@ def _unfold_backward(
 def _cumsum(parts: Parts, x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     """The cumulative sum: within blocks, plus the sums of the blocks before."""
     dim %= max(x.ndim, 1)
-    if not x.ndim or not worthwhile(x.shape[dim], parts[0][dim]):
+    if not x.ndim or not is_split(x.shape[dim], parts[0][dim]):
         return NotImplemented
     count = parts[0][dim]
     within = torch.cumsum(blocks(x, dim, count), dim + 1, dtype=dtype)
@@ -331,7 +331,7 @@ def _cumsum(parts: Parts, x: torch.Tensor, dim: int, *, dtype: torch.dtype | Non
 def _sums_from(parts: Parts, x: torch.Tensor, dim: int) -> Any:
     """The cumulative sum from the end."""
     dim %= max(x.ndim, 1)
-    if not x.ndim or not worthwhile(x.shape[dim], parts[0][dim]):
+    if not x.ndim or not is_split(x.shape[dim], parts[0][dim]):
         return NotImplemented
     count = parts[0][dim]
     within = sums_from(blocks(x, dim, count), dim + 1)
@@ -356,7 +356,7 @@ def _topk(
     dim %= max(x.ndim, 1)
     n, count = (x.shape[dim], parts[0][dim]) if x.ndim else (0, 1)
     each = each_of(n, count)
-    if not worthwhile(n, count) or count * min(k, each) >= n:
+    if not is_split(n, count) or count * min(k, each) >= n:
         return NotImplemented
     best = _first_of_sorted if n % count else torch.topk
     filled = blocks(x, dim, count, _worst(x.dtype, largest) if n % count else 0)

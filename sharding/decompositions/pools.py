@@ -21,10 +21,10 @@ from torchard.sharding.decompositions.images import (
 from torchard.sharding.decompositions.neighbours import (
     Parts,
     each_of,
+    is_split,
     register,
     starts,
     strided,
-    worthwhile,
 )
 from torchard.sharding.rules.blocks import unblocks
 
@@ -64,7 +64,7 @@ def _max_pool(
     stride = spread(stride, 2) if stride else kernel
     reach = dilation[i] * (kernel[i] - 1) + 1
     made = _made(x.shape[dim], stride[i], padding[i], reach, ceil)
-    if not worthwhile(made, count):
+    if not is_split(made, count):
         return NotImplemented
     seen = strided(x, dim, count, made, stride[i], -padding[i], reach, _lowest(x.dtype))
     values, places = aten.max_pool2d_with_indices.default(
@@ -100,7 +100,7 @@ def _max_pool_backward(
     kernel, padding, dilation = (spread(v, 2) for v in (kernel, padding, dilation))
     stride = spread(stride, 2) if stride else kernel
     each, step = each_of(size, count), stride[i]
-    if not worthwhile(size, count) or each % step:
+    if not is_split(size, count) or each % step:
         return NotImplemented
     reach = dilation[i] * (kernel[i] - 1) + 1
     first, width = readers(each, step, padding[i], reach)
@@ -141,7 +141,7 @@ def _avg_pool(
     kernel, padding = spread(kernel, 2), spread(padding, 2)
     stride = spread(stride, 2) if stride else kernel
     made = _made(x.shape[dim], stride[i], padding[i], kernel[i], ceil)
-    if not worthwhile(made, count) or not _averages_evenly(padding[i], ceil, counts_padding):
+    if not is_split(made, count) or not _averages_evenly(padding[i], ceil, counts_padding):
         return NotImplemented
     seen = fold(strided(x, dim, count, made, stride[i], -padding[i], kernel[i]), dim)
     y = aten.avg_pool2d.default(
@@ -170,7 +170,7 @@ def _avg_pool_backward(
     stride = spread(stride, 2) if stride else kernel
     each = each_of(x.shape[dim], count)
     if (
-        not worthwhile(x.shape[dim], count)
+        not is_split(x.shape[dim], count)
         or each % stride[i]
         or not _averages_evenly(padding[i], ceil, counts_padding)
     ):

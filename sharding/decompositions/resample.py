@@ -19,9 +19,9 @@ from torchard.sharding.decompositions.neighbours import (
     clipped,
     each_of,
     in_windows,
+    is_split,
     places_in,
     register,
-    worthwhile,
 )
 from torchard.sharding.rules.blocks import Window, unblocks, windows
 
@@ -115,7 +115,7 @@ def _gathered_back(
     """``op(grad, size, shape, *how, *scales)``, the gradient of `_enlarged`."""
     dim = split_image_dim(parts[0], grad.shape)
     factor = _factor(dim, shape, size, scales)
-    if dim is None or not factor or not worthwhile(shape[dim], parts[0][dim]):
+    if dim is None or not factor or not is_split(shape[dim], parts[0][dim]):
         return NotImplemented
     n, count = shape[dim], parts[0][dim]
     each = each_of(n, count)

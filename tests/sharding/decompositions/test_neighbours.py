@@ -80,8 +80,8 @@ def test_strides_that_meet_blocks_at_other_phases_are_gathered() -> None:
 Images = Callable[[torch.Tensor], torch.Tensor]
 WIDE = torch.arange(2.0 * 3 * 5 * 3, dtype=torch.float64).view(2, 3, 5, 3).cos()
 
-# What has no windows over 2 ranks: images of 2 lines, results of 2 lines or fewer, other settings.
-WITHOUT_WINDOWS: dict[str, tuple[Images, int]] = {
+# Over 2 ranks: images of one line per rank, results of one line per rank or in all, other settings.
+SMALL: dict[str, tuple[Images, int]] = {
     "convolution of 2 lines": (lambda x: F.conv2d(x, KERNEL, padding=(1, 0)), 2),
     "convolution to 1 line": (lambda x: F.conv2d(x, WIDE), 5),
     "convolution to 2 lines": (lambda x: F.conv2d(x, KERNEL, padding=(1, 0), stride=(4, 1)), 8),
@@ -102,11 +102,38 @@ WITHOUT_WINDOWS: dict[str, tuple[Images, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WITHOUT_WINDOWS)
-def test_what_has_no_windows_is_right_too(name: str) -> None:
-    fn, lines = WITHOUT_WINDOWS[name]
+@pytest.mark.parametrize("name", SMALL)
+def test_small_images_are_right_too(name: str) -> None:
+    fn, lines = SMALL[name]
     mesh, split = Mesh({"tp": 2}, virtual=True), P(None, None, "tp")
     equal_when_sharded(fn, (image(lines),), mesh, (split,), split)
+
+
+# Each rank has exactly the elements that its one result reads (pytorch#191926).
+ONE_WINDOW: dict[str, tuple[Images, int]] = {
+    "convolution of patches": (lambda x: F.conv2d(x, KERNEL[..., :1], stride=(3, 1)), 9),
+    "convolution of lines": (lambda x: F.conv2d(x, KERNEL[:, :, :1]), 3),
+    "transposed convolution": (lambda x: F.conv_transpose2d(x, KERNEL[:3, :2], stride=(3, 1)), 3),
+    "max pool": (lambda x: F.max_pool2d(x, (4, 1)), 12),
+    "mean pool": (lambda x: F.avg_pool2d(x, (4, 1)), 12),
+    "patches": (lambda x: x.unflatten(2, (-1, 4)).sum(3), 12),
+}
+
+
+@pytest.mark.parametrize("name", ONE_WINDOW)
+def test_one_window_per_rank_needs_no_neighbours(name: str) -> None:
+    fn, lines = ONE_WINDOW[name]
+    assert sent(fn, lines) == sent(slope(fn), lines) == []
+    mesh, split = Mesh({"tp": 3}, virtual=True), P(None, None, "tp")
+    equal_when_sharded(fn, (image(lines),), mesh, (split,), split)
+
+
+def test_one_line_per_rank_lends_its_neighbours_one() -> None:
+    """Two lines of four arrive, of the three that a gather would bring."""
+    mesh, split = Mesh({"tp": 4}, virtual=True), P(None, None, "tp")
+    run = shard(lambda x: F.conv2d(x, KERNEL, padding=(1, 0)), mesh, out_specs=split)
+    (only,) = run.lower(place(image(4), mesh, split)).collectives
+    assert (only.kind, only.shape) == ("all_to_all", (2, 3, 2, 4))
 
 
 INF, NAN = float("inf"), float("nan")
