@@ -2,7 +2,12 @@
 
 Some read values, but only to validate them. ``embedding_bag`` has a kernel for bags of any sizes, which
 nobody can split or slice; bags that are rows of a matrix are lookups and a sum. ``rms_norm`` has a kernel
-on CUDA devices only: programs are to be the same on all.
+on CUDA devices only: programs are to be the same on all. Under vmap, torch adds offsets to the indices of
+mapped tables, after which no index belongs to its example, and runs ``index_add`` example by example;
+indexing keeps examples together.
+
+A replacement runs as the user's own code would, so that its ``detach`` stops gradients. It returns
+NotImplemented for calls that it leaves to torch.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from torchard.functional.torch_internals.functorch_levels import batch_dims
+from torchard.functional.torch_internals.modes import no_function_modes
 from torchard.functional.torch_internals.operators import Absent, aten
 
 __all__ = ["COMPOSED"]
@@ -118,16 +125,13 @@ def _embedding_bag(
     per_sample_weights: torch.Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
-) -> torch.Tensor:
+) -> Any:
     """F.embedding_bag; bags that are rows, and summed or averaged, without its kernel."""
     as_rows = _ids_in_rows(input) and offsets is None and mode in ("sum", "mean")
     if not as_rows or max_norm is not None or scale_grad_by_freq or sparse or include_last_offset:
-        return F.embedding_bag(
-            *(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse),
-            *(per_sample_weights, include_last_offset, padding_idx),
-        )
+        return NotImplemented
     if per_sample_weights is not None and not _weights_fit(per_sample_weights, input, weight, mode):
-        return F.embedding_bag(input, weight, mode=mode, per_sample_weights=per_sample_weights)
+        return NotImplemented
     rows = F.embedding(input, weight)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[..., None]
@@ -136,6 +140,53 @@ def _embedding_bag(
     padding = input == padding_idx % weight.shape[0]
     total = rows.masked_fill(padding[..., None], 0).sum(1)
     return total if mode == "sum" else total / (~padding).sum(1, keepdim=True).clamp(min=1)
+
+
+def _embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """F.embedding; a table that vmap maps is indexed."""
+    fits = weight.ndim == 2 and input.dtype in (torch.int32, torch.int64)
+    if not fits or not batch_dims(weight) or max_norm is not None or scale_grad_by_freq or sparse:
+        return NotImplemented
+    rows = weight[input]
+    if padding_idx is None:
+        return rows
+    padding = input == padding_idx % weight.shape[0]
+    return torch.where(padding[..., None], rows.detach(), rows)
+
+
+def _index_add(
+    input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
+) -> Any:
+    """torch.index_add; of what vmap maps, by an index that keeps examples together."""
+    if not _adds_by_example(input, index, source):
+        return NotImplemented
+    terms = source if alpha == 1 else source * alpha
+    rows, terms = input.movedim(dim, 0), terms.movedim(dim, 0)
+    return rows.index_put((index,), terms, accumulate=True).movedim(0, dim)
+
+
+def _index_add_(
+    self: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
+) -> Any:
+    """Tensor.index_add_, like `_index_add`."""
+    if not _adds_by_example(self, index, source):
+        return NotImplemented
+    terms = source if alpha == 1 else source * alpha
+    self.movedim(dim, 0).index_put_((index,), terms.movedim(dim, 0), accumulate=True)
+    return self
+
+
+def _adds_by_example(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> bool:
+    fits = x.ndim > 0 and source.ndim == x.ndim and index.ndim == 1 and source.dtype == x.dtype
+    return fits and any(map(batch_dims, (x, index, source)))
 
 
 def _ids_in_rows(ids: torch.Tensor) -> bool:
@@ -152,19 +203,20 @@ def _rms_norm(
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
     eps: float | None = None,
-) -> torch.Tensor:
+) -> Any:
     """F.rms_norm by the operations that a device without a kernel for it runs."""
     shape = list(normalized_shape)
     fits = list(input.shape[input.ndim - len(shape) :]) == shape and len(shape) > 0
     fits &= weight is None or list(weight.shape) == shape
     kernel: Any = aten._fused_rms_norm.default
     if not fits or isinstance(kernel, Absent):
-        return F.rms_norm(input, shape, weight, eps)
-    out: torch.Tensor = kernel.decompose(input, shape, weight, eps)[0]
-    return out
+        return NotImplemented
+    with no_function_modes():  # they would call the kernel
+        return kernel.decompose(input, shape, weight, eps)[0]
 
 
 COMPOSED: dict[Any, Callable[..., Any]] = {
+    F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.rms_norm: _rms_norm,
@@ -173,4 +225,7 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
+    torch.index_add: _index_add,
+    torch.Tensor.index_add: _index_add,
+    torch.Tensor.index_add_: _index_add_,
 }

@@ -77,10 +77,19 @@ class TensorLifting(TorchFunctionMode):
         if is_picking(func, args):
             record = pick if func is torch.Tensor.__getitem__ else assign_picked
             return record(self.state.tracer, self.state.picked, *args, **kwargs)
+        if (composed := self._composed(func, args, kwargs)) is not NotImplemented:
+            return composed
         out = self._run(_WITHOUT_READING.get(func, func), args, kwargs)
         if weak and isinstance(out, torch.Tensor) and out.ndim == 0:
             out._torchard_weak = True  # type: ignore[attr-defined]
         return out
+
+    def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a replacement of torch's function; NotImplemented if there is none."""
+        if func not in COMPOSED:
+            return NotImplemented
+        with TensorLifting(self.state):
+            return COMPOSED[func](*args, **kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function with its registered derivative, and note whose gradients it returns."""
@@ -168,7 +177,6 @@ _WITHOUT_READING: dict[Any, Any] = {
     torch.Tensor.__setitem__: _assign,
     torch.Tensor.__format__: _text,
     torch.Tensor.__repr__: lambda tensor, **_: internals.text_of(tensor),
-    **COMPOSED,
 }
 
 

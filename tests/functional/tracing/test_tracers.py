@@ -227,6 +227,8 @@ def test_losses_with_variances_are_traced(what: str) -> None:
 
     for both in (fn, grad(loss, (0, 1)), grad(lambda x, v: grad(loss)(x, v).square().sum())):
         torch.testing.assert_close(checkpoint(both)(X, v), both(X, v), rtol=1e-9, atol=1e-9)
+    outside = grad(checkpoint(loss), (0, 1))(X, v)
+    torch.testing.assert_close(outside, grad(loss, (0, 1))(X, v), rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="incorrect size"):
         checkpoint(F.gaussian_nll_loss)(X, X, v[0, :2])
     with pytest.raises(ValueError, match="most is not valid"):
