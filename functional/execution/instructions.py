@@ -1,9 +1,9 @@
 """What a program runs, as data: one list of instructions, made once from its rolled graph.
 
 Whoever has to know what runs reads this list: the printer (codegen.py), tapes of planned memory,
-profiler ranges. Values are in *slots*, which have the names of variables. A slot holds a value from the
-instruction that sets it to the `Drop` that empties it, right after the value's last read: what is held at
-any point can be read off.
+profiler ranges, and what memory is held until when (storages.py). Values are in *slots*, which have the
+names of variables. A slot holds a value from the instruction that sets it to the `Drop` that empties it,
+right after the value's last read: what is held at any point can be read off.
 
 A loop over layers' stacked weights, printed::
 

@@ -1,5 +1,8 @@
 """Lifetimes: the buffers of a tape, and from which step to which other one each is in use.
 
+These are no lifetimes of the program as it is (execution/storages.py): a tape's steps write to given
+memory and over operands, and a place in a block is free from the last use on, before code drops a value.
+
 A buffer is a storage. What an asynchronous collective reads and writes is in use until it is awaited.
 What the caller can hold is never planned: inputs, outputs and what these are views of; nor is what is
 given to a function that may keep it.

@@ -11,13 +11,14 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.tensor_spec import is_inexact
+from torchard.functional.execution.observed import fakes_like
 from torchard.functional.memory.destinations import with_destinations
 from torchard.functional.memory.lifetimes import Buffer, Lifetimes
 from torchard.functional.memory.packing import Packing, pack
 from torchard.functional.memory.planned_code import PlannedCode, is_poisoned
 from torchard.functional.memory.results import with_results_apart
 from torchard.functional.memory.reuse import with_reuse
-from torchard.functional.memory.tape import CUT, Tape, fakes_like, halves, recorded
+from torchard.functional.memory.tape import CUT, Tape, halves, recorded
 
 __all__ = [
     "HalvesPlan",

@@ -45,7 +45,6 @@ __all__ = [
     "Step",
     "Tape",
     "Unplannable",
-    "fakes_like",
     "halves",
     "part_of",
     "recorded",
@@ -261,14 +260,6 @@ class _Run:
         if isinstance(value, dict):
             return {key: self._values(x, slots) for key, x in value.items()}
         return value
-
-
-def fakes_like(tensors: Sequence[torch.Tensor], fakes: Any) -> list[torch.Tensor]:
-    """Fake tensors of the same shapes, strides, dtypes and devices."""
-    with internals.no_modes(), fakes:
-        return [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors
-        ]
 
 
 def halves(forward: Tape, backward: Tape, outputs: Sequence[Any]) -> Tape:

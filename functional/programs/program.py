@@ -350,13 +350,14 @@ class Runtime(ABC):
         """Bytes of a value, or of one item of a tuple, on the device that holds most of it."""
         return bytes_of(node, item)
 
-    def ranks(self, program: Program) -> Sequence[RankGraph]:
-        """What single ranks run; of those that hold equally much, one."""
-        return [RankGraph.of(program)]
+    def ranks(self, program: Program, direct: bool = False) -> Sequence[RankGraph]:
+        """What single ranks run; of those that hold equally much, one.
 
-    def stages(self, program: Program) -> Sequence[Runtime]:
-        """This runtime as the ranks of each stage of a pipeline see it, which hold different values."""
-        return (self,)
+        Args:
+            direct: whether they send to each other directly, as generated code does, and not by
+                broadcasts, as compilers need.
+        """
+        return [RankGraph.of(program)]
 
     def work(self, program: Program) -> Work | None:
         """How the plan splits the work; None on a single device."""

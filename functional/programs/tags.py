@@ -256,7 +256,7 @@ STAGE: Tag[str] = declare(
     "stage",
     'in a lowered graph, "issue" or "wait", where other processes take part',
     written_by="lowering/channel",
-    read_by="execution/phases, lowering/call_order, lowering/peephole, programs/labels, programs/loops",
+    read_by="many",
     follows="call",
 )
 PEERS: Tag[str] = declare(

@@ -18,10 +18,10 @@ operations that depend on the cotangents of a joint program, and those that only
 to a later pass is a residual.
 
 `liveness.py` says which storages are alive at each operation, to the byte: it runs the list of what runs
-with storages in the place of tensors. A
-budget (`budget.py`, `remat_ilp.py`) is an integer program over coarse time steps, since each value is
-recomputed at most once; its solutions under falling bounds are applied and simulated, and those that
-are best in peak and FLOPs are the envelope. A loop is planned by one iteration (`budget_problem.py`);
+with storages in the place of tensors (execution/storages.py). A budget (`budget.py`, `remat_ilp.py`) is
+an integer program over coarse time steps, since each value is recomputed at most once; its solutions
+under falling bounds are applied, their peaks are read, and those that are best in peak and FLOPs are the
+envelope. A loop is planned by one iteration (`budget_problem.py`);
 of its layers, the first ones keep what one solution does, and the others, which the backward needs
 first, what another one does. Compilers would merge a recomputation with the original value, or
 recompute everything at the start of the backward: a barrier (`barrier.py`), an opaque copy of the

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from torchard.functional.execution.storages import Liveness
 from torchard.functional.programs.flops import flops
 from torchard.functional.programs.loops import is_apart, times
 from torchard.functional.programs.markers import again, item, listed, row, rows, total
@@ -19,7 +20,6 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import LOOP, VAL
 from torchard.functional.programs.views import base_of, is_tuple, needed_by
 from torchard.functional.remat.liveness import (
-    Liveness,
     Storage,
     bytes_in,
     liveness,

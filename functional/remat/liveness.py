@@ -1,55 +1,39 @@
-"""Liveness: the memory that a program holds at each operation.
+"""Liveness of programs: the memory that one holds at each operation, from the list of what it runs.
 
-The list of what runs (execution/instructions.py) says which slot holds what until when, so it is run with
-storages in the place of tensors: an operation allocates its results, a view refers to its operand's
-storage, and a storage is alive as long as a slot, a list or a tuple refers to it. Arguments are the
-caller's, and so are held throughout unless they are donated. Each storage is counted once, that of a
-running sum too.
+A program without a mesh is read as it is, by the values and views that its nodes declare. On a mesh it
+is what one rank runs, padding and buffers of collectives included: the rank's graph, which is run once on
+fake tensors for the sizes of its values and for what shares memory.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from torchard.functional.core.spans import Span, bytes_at
-from torchard.functional.execution.instructions import (
-    Assign,
-    Compute,
-    Drop,
-    Get,
-    Inputs,
-    Instruction,
-    New,
-    Pack,
-    Put,
-    Read,
-    Return,
-    executed,
-)
+from torchard.functional.execution.observed import observed
 from torchard.functional.execution.sequencing import instructions_of
+from torchard.functional.execution.storages import Fresh, Liveness, Results, alive
 from torchard.functional.programs.graphs import bytes_of
 from torchard.functional.programs.loops import loops_together, regrouped
-from torchard.functional.programs.markers import total
-from torchard.functional.programs.program import Program
-from torchard.functional.programs.running_sums import added_product, sum_so_far
+from torchard.functional.programs.program import Program, RankGraph
+from torchard.functional.programs.running_sums import added_product, in_place, sum_so_far
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import base_of, handed_value, storage_of
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import halves_of
 
 __all__ = [
-    "Allocation",
-    "Liveness",
     "Storage",
     "bytes_in",
     "donated_inputs",
+    "is_joint",
     "liveness",
+    "liveness_of_ranks",
     "order_of",
     "peak_of",
     "storage_key",
@@ -63,46 +47,9 @@ class Storage(NamedTuple):
     item: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class Allocation:
-    """One storage.
-
-    Attributes:
-        node, item: whose result it is first.
-        nbytes: its size.
-        begin, end: the first and the last of the events at which it is alive; inputs begin at -1.
-    """
-
-    node: fx.Node
-    item: int
-    nbytes: int
-    begin: int
-    end: int = -1
-    references: int = 0
-
-
-@dataclass
-class Liveness:
-    """When each storage is alive.
-
-    Attributes:
-        order: the node of each event: an operation in an iteration, or one whose rows or sum are begun.
-        allocations: all storages.
-    """
-
-    order: list[fx.Node] = field(default_factory=list)
-    allocations: list[Allocation] = field(default_factory=list)
-
-    def held(self, without: Iterable[fx.Node] = ()) -> list[int]:
-        """Bytes alive at each event, including its result, without those of some nodes."""
-        skipped = set(without)
-        spans = (Span(a.begin, a.end, a.nbytes) for a in self.allocations if a.node not in skipped)
-        return bytes_at(spans, len(self.order))
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that are alive at once."""
-        return max(self.held())
+def is_joint(program: Program) -> bool:
+    """Whether a program has a backward, which follows its forward."""
+    return any(leaf.role == "cotangent" for leaf in program.inputs)
 
 
 def order_of(program: Program) -> list[fx.Node]:
@@ -110,173 +57,81 @@ def order_of(program: Program) -> list[fx.Node]:
 
     Those of a loop are together.
     """
-    if any(leaf.role == "cotangent" for leaf in program.inputs):
+    if is_joint(program):
         forward, backward = halves_of(program)
         both = [*loops_together(forward), *loops_together(backward)]
         return list(dict.fromkeys(both))  # a backward takes views again that its forward took
     return [node for node in regrouped(program.graph) if node.op == "call_function"]
 
 
-def liveness(program: Program) -> Liveness:
-    """The liveness of a program; of a joint program, that of its forward followed by its backward.
-
-    Over a mesh, sizes are those on the rank that holds most; buffers of collectives are not counted.
-    """
-    if any(leaf.role == "cotangent" for leaf in program.inputs):
-        program = with_loop_residuals(program)
-    run = _Run(program)
-    order = [*program.placeholders, *order_of(program), program.graph.output_node()]
-    for instruction, i in executed(instructions_of(order)):
-        run.one(instruction, i)
-    for allocation in run.live.allocations:
-        if allocation.references:
-            allocation.end = len(run.live.order)
-    return run.live
-
-
-class _Group:
-    """What is in a tuple or list, each as long as that is referred to."""
-
-    __slots__ = ("items", "references")
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items, self.references = items, 0
-        for each in items:
-            if each is not None:
-                each.references += 1
-
-
-class _Collected(_Group):
-    """The rows or the sum of a loop's values: a sum begins in the first value's memory."""
-
-    __slots__ = ("of_own",)
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self.of_own = False
-
-
-class _Run:
-    """Runs instructions with storages in the place of tensors."""
-
-    def __init__(self, program: Program) -> None:
-        self.program, self.size, self.live = program, bytes_in(program), Liveness()
-        self.merged = _added_products(program.calls)
-        self.slots: dict[str, Any] = {}
-
-    def one(self, instruction: Instruction, i: Any) -> None:
-        """Run an instruction, in the iteration of row i."""
-        slots = self.slots
-        match instruction:
-            case Compute(node, slot, of):
-                self._set(slot, self._computed(node, of))
-            case Drop(gone):
-                for slot in gone:
-                    self._release(slots.pop(slot))
-            case Inputs(names):
-                self._inputs(names)
-            case Pack(_, slot, values, of):
-                self._set(slot, _Group([slots[of[value]] for value in values]))
-            case Read(_, slot, source, index, how):
-                index = i if index is None else index
-                self._set(slot, slots[source] if how == "row" else slots[source].items[index])
-                if how == "out":
-                    self._replace(slots[source], index, None)
-            case New(slot, kind, count):
-                self._set(slot, _Group([None] * count) if kind == "list" else _Collected())
-            case Put(node, slot, source, listed, only):
-                value = None if source is None else slots[source]
-                if not listed:
-                    self._collect(node, slots[slot], value)
-                elif not only or i in only:
-                    self._replace(slots[slot], i, value)
-            case Get(_, slot, source):
-                self._set(slot, slots[source].items[0])
-            case Assign(_, names, sources):
-                for slot, value in zip(names, [slots[source] for source in sources], strict=True):
-                    self._set(slot, value)
-            case Return(values, of):
-                for value in values:
-                    if isinstance(value, fx.Node):
-                        slots[of[value]].references += 1
-
-    def _inputs(self, names: Sequence[str]) -> None:
-        donated = set(donated_inputs(self.program))
-        for number, (node, slot) in enumerate(zip(self.program.placeholders, names, strict=True)):
-            storage = self._allocated(node, 0, self.size(node, 0), -1)
-            storage.references += number not in donated
-            self._set(slot, storage)
-
-    # -- storages -----------------------------------------------------------------------------------
-
-    def _computed(self, node: fx.Node, slots: Mapping[fx.Node, str]) -> Any:
-        """What an operation returns."""
-        val: Any = VAL.get(node)
-        at = len(self.live.order)
-        self.live.order.append(node)
-        several = isinstance(val, (tuple, list))
-        source = sum_so_far(node) or base_of(node)
-        if source is not None:
-            value = self.slots[slots[source]]
-            return _Group([value] * len(val)) if several else value
-        if not several:
-            return self._allocated(node, 0, 0 if node in self.merged else self.size(node, 0), at)
-        return _Group(
-            [
-                self._allocated(node, k, self.size(node, k), at) if isinstance(x, torch.Tensor) else None
-                for k, x in enumerate(val)
-            ]
-        )
-
-    def _allocated(self, node: fx.Node, item: int, nbytes: int, at: int) -> Allocation:
-        allocation = Allocation(node, item, nbytes, at)
-        self.live.allocations.append(allocation)
-        return allocation
-
-    def _collect(self, reader: fx.Node | None, into: _Collected, value: Any) -> None:
-        """Add a value: rows are in a buffer, and a sum is from its second term on."""
-        assert reader is not None
-        if reader.target is total and not into.items:
-            into.items.append(None)
-            self._replace(into, 0, value)
-        elif not into.of_own:
-            into.of_own = True
-            at = len(self.live.order)
-            self.live.order.append(reader)
-            into.items = into.items or [None]
-            self._replace(into, 0, self._allocated(reader, 0, self.size(reader, 0), at))
-
-    def _set(self, slot: str, value: Any) -> None:
-        if value is not None:
-            value.references += 1
-        self._release(self.slots.get(slot))
-        self.slots[slot] = value
-
-    def _replace(self, group: _Group, index: int, value: Any) -> None:
-        if value is not None:
-            value.references += 1
-        self._release(group.items[index])
-        group.items[index] = value
-
-    def _release(self, value: Any) -> None:
-        if value is None:
-            return
-        value.references -= 1
-        if value.references:
-            return
-        if isinstance(value, Allocation):
-            value.end = len(self.live.order) - 1
-        else:
-            for each in value.items:
-                self._release(each)
-
-
 def peak_of(program: Program) -> int:
-    """The most bytes that are alive at once; of a pipeline, on the stage that holds most."""
+    """The most bytes that are alive at once; of a pipeline, on the rank that holds most."""
+    return max(live.peak for live in liveness_of_ranks(program))
+
+
+def liveness_of_ranks(program: Program) -> list[Liveness]:
+    """The liveness of each rank that may hold other values than others; one without a mesh."""
     if program.runtime is None:
-        return liveness(program).peak
-    views = program.runtime.stages(program)
-    return max(liveness(replace(program, runtime=view)).peak for view in views)
+        return [liveness(program)]
+    donated = donated_inputs(program)
+    ranks = program.runtime.ranks(_in_execution_order(program), direct=True)
+    return [_of_rank(rank, donated) for rank in ranks]
+
+
+def _of_rank(rank: RankGraph, donated: Sequence[int]) -> Liveness:
+    graph = in_place(rank.graph) or rank.graph  # as generated code has it
+    results = observed(graph, rank.inputs)
+    inputs = list(graph.find_nodes(op="placeholder"))
+    return alive(instructions_of(regrouped(graph)), inputs, donated, results)
+
+
+def _in_execution_order(program: Program) -> Program:
+    """The program with its operations in execution order.
+
+    In one graph, a collective whose result the caller alone reads is awaited at the end, not by the
+    forward: what it sends, such as a loss on each rank, counts until then.
+    """
+    if not is_joint(program):
+        return program
+    program = with_loop_residuals(program)
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in (*program.placeholders, *order_of(program), program.graph.output_node()):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return replace(program, graph=graph)
+
+
+def liveness(program: Program) -> Liveness:
+    """The liveness of a program's own graph; of a joint program, of its forward, then its backward.
+
+    On a mesh, each value has the size of the largest shard, and collectives have no buffers: budgets
+    choose values by this estimate, and go by the peaks of ranks.
+    """
+    if is_joint(program):
+        program = with_loop_residuals(program)
+    inputs = program.placeholders
+    order = [*inputs, *order_of(program), program.graph.output_node()]
+    return alive(instructions_of(order), inputs, donated_inputs(program), _declared(program))
+
+
+def _declared(program: Program) -> Results:
+    """What nodes compute, by the views and running sums that they declare."""
+    size = bytes_in(program)
+    sums = (added_product(node) for node in program.calls if sum_so_far(node) is not None)
+    merged = set(sums)  # products that are computed into a running sum
+
+    def results(node: fx.Node) -> Any:
+        val: Any = VAL.get(node)
+        source = sum_so_far(node) or base_of(node)
+
+        def one(x: Any, item: int = 0) -> Any:
+            if source is not None:
+                return source
+            nbytes = 0 if node in merged else size(node, item)
+            return Fresh(x, nbytes) if isinstance(x, torch.Tensor) else None
+
+        return [one(x, k) for k, x in enumerate(val)] if isinstance(val, (tuple, list)) else one(val)
+
+    return results
 
 
 def storage_key(node: fx.Node) -> Storage:
@@ -291,15 +146,9 @@ def storage_key(node: fx.Node) -> Storage:
     return Storage(root)
 
 
-def _added_products(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Products that are computed into a running sum."""
-    found = (added_product(node) for node in nodes if sum_so_far(node) is not None)
-    return {product for product in found if product is not None}
-
-
 def donated_inputs(program: Program) -> list[int]:
     """The inputs that are donated; none in a joint program, whose backward may read them."""
-    if any(leaf.role == "cotangent" for leaf in program.inputs) or program.compiler is None:
+    if is_joint(program) or program.compiler is None:
         return []
     starts = tuple(f"args[{n}]" for n in program.compiler.donate_argnums)
     return [i for i, leaf in enumerate(program.inputs) if leaf.path.startswith(starts)]

@@ -59,16 +59,17 @@ class Lowered(Program):
     def peak(self) -> int:
         """Peak memory in bytes, arguments and results included.
 
-        For a joint program, during its forward and then its backward. Over a mesh, on the rank that holds
-        most, of a pipeline on the stage that holds most, without buffers of collectives.
+        For a joint program, during its forward and then its backward. On a mesh, of the rank that holds
+        most: what a collective sends and receives is held until it is awaited. Uncompiled code has this
+        peak, to the byte; values in planned memory take ``memory.planned`` instead.
         """
         return peak_of(self)
 
     @property
     def memory(self) -> Memory:
-        """Who holds memory at the peak, and what allocators need, with what collectives send and receive.
+        """Who holds memory at the peak, and what allocators and planned memory need.
 
-        Over a mesh, on one rank; of a pipeline, on the rank that needs most.
+        On a mesh, on the rank that holds most.
         """
         return memory_of(self)
 

@@ -1,8 +1,7 @@
 """Memory of a program: who holds it at the peak, and what allocators need for it.
 
-Everything is read from the tapes of what runs (functional/memory): of the program as it is, whose values
-come from an allocator, and in planned memory. Over a mesh it is what one rank runs, the buffers of its
-collectives included.
+The peak is read off the list of what runs (functional/remat/liveness.py), what planned memory takes off
+its tape (functional/memory). On a mesh it is what one rank runs, the buffers of its collectives included.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchard.functional import torch_internals as internals
+from torchard.functional.execution.storages import Allocation, Liveness
 from torchard.functional.memory.caching_allocator import CachingAllocator
-from torchard.functional.memory.lifetimes import Buffer, Lifetimes, held
+from torchard.functional.memory.lifetimes import Lifetimes, held
 from torchard.functional.memory.plan import (
     MemoryPlan,
     joint_tape_of,
@@ -28,9 +26,10 @@ from torchard.functional.memory.plan import (
     tape_of,
 )
 from torchard.functional.memory.tape import Step, Tape
+from torchard.functional.programs.labels import label_of
 from torchard.functional.programs.program import Program, RankGraph
 from torchard.functional.programs.records import Record, Records
-from torchard.functional.remat.liveness import donated_inputs
+from torchard.functional.remat.liveness import donated_inputs, is_joint, liveness_of_ranks
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import split
 from torchard.functional.reports.text import value_text
@@ -103,13 +102,14 @@ class Memory:
     """The memory that a program needs, in bytes, of its arguments and results too.
 
     Attributes:
-        peak: the most that is in use at once, if each value is freed after its last use.
+        peak: the most that is in use at once, as ``Program.peak``, if each value comes from an allocator.
         holders: who holds it then.
         reserved: what torch's CUDA caching allocator reserves for the same sequence, by a model of it.
         planned: what planned memory takes: arguments, results, what operations allocate themselves at
             its peak, and the block.
         block: the block for all other values.
-        bound: the most bytes of these in use at once; no block is smaller.
+        bound: the most bytes of these in use at once; no block is smaller. It is no part of the peak:
+            sizes are aligned, and an operation may write its result over an operand.
         copied: what is written by copies alone: of concatenations, and of operands of collectives.
         planned_copied: the same in planned memory, where most are computed in their places.
         own: operations that cannot write into given memory, how often each runs, and their bytes.
@@ -169,40 +169,16 @@ class Memory:
 
 
 def memory_of(program: Program) -> Memory:
-    """The memory of a program; of a pipeline, that of the rank that needs most."""
-    return max(_reports(program), key=lambda report: report.peak)
-
-
-def _reports(program: Program) -> Iterator[Memory]:
-    """The memory of each rank that may need another amount than others."""
-    name, fakes = program.name, internals.FakeTensorMode()
-    if any(leaf.role == "cotangent" for leaf in program.inputs):
-        both = split(with_loop_residuals(program))
-        saved, count = both.parts(lambda leaf: 1)
-        for one, two in zip(_ranks(both.forward), _ranks(both.backward), strict=True):
-            joint = joint_tape_of(one.graph, two.graph, one.inputs, saved, count, fakes)
-            yield _memory(program, joint.tape, plan_of_halves(joint, name, fakes), ())
-        return
-    donated = donated_inputs(program)
-    for graph, inputs in _ranks(program):
-        tape = tape_of(graph, inputs, fakes)
-        yield _memory(program, tape, plan_of_tape(tape, name, fakes, donated), donated)
-
-
-def _ranks(program: Program) -> Sequence[RankGraph]:
-    return [RankGraph.of(program)] if program.runtime is None else program.runtime.ranks(program)
-
-
-def _memory(program: Program, tape: Tape, plan: MemoryPlan, donated: Sequence[int]) -> Memory:
-    lifetimes = _lives(tape, donated)
-    lives, steps = lifetimes.all(), len(tape.steps) + 1
-    totals = held(lives, steps)
-    at = max(range(len(totals)), key=totals.__getitem__)
-    paths = {id(x): leaf.path for x, leaf in zip(tape.inputs, program.inputs, strict=False)}
-    kinds = _kinds(tape, lifetimes)
-    holding = [buffer for buffer in lives if buffer.begin <= at <= buffer.end and buffer.nbytes]
-    holders = [_holder(buffer, paths, kinds.get(buffer, "value")) for buffer in holding]
-    others = [buffer for buffer in _lives(plan.tape, donated).all() if not buffer.planned]
+    """The memory of a program; of a pipeline, that of the rank that holds most."""
+    lives = liveness_of_ranks(program)
+    number = max(range(len(lives)), key=lambda rank: lives[rank].peak)
+    live, donated = lives[number], donated_inputs(program)
+    tape, plan = _planned(program, number, donated)
+    paths = {
+        id(a): leaf.path for a, leaf in zip(live.allocations, program.inputs, strict=False)
+    }
+    lifetimes = _lives(plan.tape, donated)
+    others = [buffer for buffer in lifetimes.all() if not buffer.planned]
     beside = max(held(others, len(plan.tape.steps) + 1))
     own: dict[str, tuple[int, int]] = {}
     for buffer in others:
@@ -210,12 +186,39 @@ def _memory(program: Program, tape: Tape, plan: MemoryPlan, donated: Sequence[in
             n, size = own.get(buffer.maker.label.op, (0, 0))
             own[buffer.maker.label.op] = n + 1, size + buffer.nbytes
     packings = plan.packings.values()
-    block, bound = sum(p.size for p in packings), sum(p.bound for p in packings)
-    reserved = _reserved(lives, steps)
-    copied = _copied(tape), _copied(plan.tape)
+    block = sum(p.size for p in packings)
     return Memory(
-        totals[at], Records(holders), reserved, beside + block, block, bound, *copied, own, plan
+        peak=live.peak,
+        holders=Records(_holder(a, paths.get(id(a), "")) for a in live.at_peak()),
+        reserved=_reserved(live),
+        planned=beside + block,
+        block=block,
+        bound=sum(p.bound for p in packings),
+        copied=_copied(tape),
+        planned_copied=_copied(plan.tape),
+        own=own,
+        plan=plan,
     )
+
+
+def _planned(program: Program, number: int, donated: Sequence[int]) -> tuple[Tape, MemoryPlan]:
+    """What a rank computes, as it is, and in planned memory."""
+    name, fakes = program.name, internals.FakeTensorMode()
+    if not is_joint(program):
+        graph, inputs = _rank(program, number)
+        tape = tape_of(graph, inputs, fakes)
+        return tape, plan_of_tape(tape, name, fakes, donated)
+    both = split(with_loop_residuals(program))
+    saved, count = both.parts(lambda leaf: 1)
+    (forward, inputs), (backward, _) = (_rank(half, number) for half in (both.forward, both.backward))
+    joint = joint_tape_of(forward, backward, inputs, saved, count, fakes)
+    return joint.tape, plan_of_halves(joint, name, fakes)
+
+
+def _rank(program: Program, number: int) -> RankGraph:
+    if program.runtime is None:
+        return RankGraph.of(program)
+    return program.runtime.ranks(program)[number]
 
 
 def _copied(tape: Tape) -> int:
@@ -243,39 +246,28 @@ def _lives(tape: Tape, donated: Sequence[int]) -> Lifetimes:
     return lifetimes
 
 
-def _kinds(tape: Tape, lifetimes: Lifetimes) -> dict[Buffer, str]:
-    """What some buffers are."""
-    kinds: dict[Buffer, str] = {}
-    for step in tape.steps:
-        if step.label.collective is not None:
-            kinds.update((lifetimes.of(x), "collective") for x in (*step.operands, *step.tensors))
-    kinds.update((lifetimes.of(x), "result") for x in tape.outputs if isinstance(x, torch.Tensor))
-    kinds.update((lifetimes.of(x), "argument") for x in tape.inputs)
-    return kinds
-
-
-def _reserved(buffers: Sequence[Buffer], steps: int) -> int:
+def _reserved(live: Liveness) -> int:
     """What a caching allocator reserves, beginning with none, for one call."""
     allocator = CachingAllocator()
-    begin: dict[int, list[Buffer]] = {}
-    end: dict[int, list[Buffer]] = {}
-    for buffer in buffers:
-        if buffer.nbytes:
-            begin.setdefault(buffer.begin, []).append(buffer)
-            end.setdefault(buffer.end, []).append(buffer)
-    addresses: dict[Buffer, int] = {}
-    for at in range(-1, steps):
-        for buffer in begin.get(at, ()):
-            addresses[buffer] = allocator.allocate(buffer.nbytes)
-        for buffer in end.get(at, ()):
-            allocator.free(addresses[buffer])
+    begin: dict[int, list[Allocation]] = {}
+    end: dict[int, list[Allocation]] = {}
+    for each in live.allocations:
+        if each.nbytes:
+            begin.setdefault(each.begin, []).append(each)
+            end.setdefault(each.end, []).append(each)
+    addresses: dict[Allocation, int] = {}
+    for at in range(-1, len(live.order) + 1):
+        for each in begin.get(at, ()):
+            addresses[each] = allocator.allocate(each.nbytes)
+        for each in end.get(at, ()):
+            allocator.free(addresses[each])
     return allocator.reserved
 
 
-def _holder(buffer: Buffer, paths: dict[int, str], kind: str) -> Holder:
-    step, value = buffer.maker, value_text(buffer.value)
-    if step is None:
-        return Holder(buffer.nbytes, kind, paths.get(id(buffer.value), ""), value, "", "")
-    label = step.label
+def _holder(storage: Allocation, path: str) -> Holder:
+    value = value_text(storage.value)
+    if storage.begin < 0:
+        return Holder(storage.nbytes, storage.kind, path, value, "", "")
+    label = label_of(storage.node).in_iteration(storage.row)
     what = label.op.partition(".")[0]
-    return Holder(buffer.nbytes, kind, what, value, label.place, label.source)
+    return Holder(storage.nbytes, storage.kind, what, value, label.place, label.source)

@@ -25,7 +25,8 @@ from torchard.sharding.lowering.lower import Lowering, Value
 
 __all__ = ["DirectChannel", "UnderWay"]
 
-UnderWay = dict[str, deque[Value]]
+# By the axis and the coordinates of two ranks.
+UnderWay = dict[tuple[str, int, int], deque[Value]]
 
 _UNDER_WAY = 2  # sends to one peer
 
@@ -34,12 +35,14 @@ class DirectChannel(Channel):
     """The send of one value between the two ranks of a group.
 
     Args:
-        under_way: by group, the sends of this rank that it has not waited for.
+        under_way: the sends of this rank to the other one that it has not waited for.
     """
 
-    def __init__(self, low: Lowering, axes: Sequence[str], group: Any, under_way: UnderWay) -> None:
+    def __init__(
+        self, low: Lowering, axes: Sequence[str], group: Any, under_way: deque[Value]
+    ) -> None:
         super().__init__(low, axes, group)
-        self._sends = under_way.setdefault(self.group, deque())
+        self._sends = under_way
 
     def send(self, x: fx.Node, to: int) -> None:
         """Begin to send a contiguous value to a member of the group."""
@@ -59,19 +62,23 @@ class DirectChannel(Channel):
 
 
 class _Transfer(NamedTuple):
-    """A value that is sent or received; without work, by a functional collective."""
+    """A value that is sent or received; without work, by a functional collective, or not at all."""
 
     value: torch.Tensor
     work: Any = None
 
 
 def _isend(x: torch.Tensor, group: Any, to: int) -> _Transfer:
+    if group is None:  # what a rank of a virtual mesh would run is read
+        return _Transfer(x)
     if _is_traced(x):
         return _Transfer(c10d.broadcast.default(x, 1 - to, group.group_name))
     return _Transfer(x, _backend(group, x).send([x], to, 0))
 
 
 def _irecv(buffer: torch.Tensor, group: Any, source: int) -> _Transfer:
+    if group is None:
+        return _Transfer(buffer)
     if _is_traced(buffer):
         return _Transfer(c10d.broadcast.default(buffer, source, group.group_name))
     return _Transfer(buffer, _backend(group, buffer).recv([buffer], source, 0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -154,12 +155,13 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
     @functools.cached_property
     def channel(self) -> Channel:
         op, low = self.p.step.collective, self.p.low
-        if low.mesh.virtual or not isinstance(op, Send) or op.source is None or op.to is None:
+        if not isinstance(op, Send) or op.source is None or op.to is None:
             return Channel(low, op.axes)
-        group = low.mesh.pair(op.axes[0], op.source, op.to)
+        pair = op.axes[0], min(op.source, op.to), max(op.source, op.to)
+        group = None if low.mesh.virtual else low.mesh.pair(*pair)
         if self.under_way is None:
             return Channel(low, op.axes, group)
-        return DirectChannel(low, op.axes, group, self.under_way)
+        return DirectChannel(low, op.axes, group, self.under_way.setdefault(pair, deque()))
 
     @functools.cached_property
     def x(self) -> fx.Node:

@@ -68,13 +68,15 @@ class _OnMesh(Runtime):
         """The work of the plan, and how it is split."""
         return mesh_work(program, self.mesh)
 
-    def ranks(self, program: Program) -> Sequence[RankGraph]:
+    def ranks(self, program: Program, direct: bool = False) -> Sequence[RankGraph]:
         """What the first rank runs; of a pipeline, the first one of each stage."""
         first = dict.fromkeys(self.mesh.shape, 0)
-        return [self._of_rank(program, {**first, **dict(home)}) for home in _homes(program) or [()]]
+        homes = _homes(program) or [()]
+        return [self._of_rank(program, {**first, **dict(home)}, direct) for home in homes]
 
-    def _of_rank(self, program: Program, at: dict[str, int]) -> RankGraph:
-        graph = _local(Lowering(program.graph, self.mesh, [at], ProcessGroupTransport()))
+    def _of_rank(self, program: Program, at: dict[str, int], direct: bool) -> RankGraph:
+        mesh = Mesh(self.mesh.shape, virtual=True)  # which makes no process groups
+        graph = _local(Lowering(program.graph, mesh, [at], ProcessGroupTransport(direct)))
         reduce_in_place(graph)
         with internals.no_modes(), internals.FakeTensorMode():
             inputs = [
@@ -86,26 +88,6 @@ class _OnMesh(Runtime):
                 for node in program.placeholders
             ]
         return RankGraph(graph, inputs)
-
-    def stages(self, program: Program) -> Sequence[Runtime]:
-        """The runtime of each home of values; itself alone if values have none."""
-        return [_AtHome(self, home) for home in _homes(program)] or [self]
-
-
-@dataclass(frozen=True)
-class _AtHome(Runtime):
-    """A runtime as the ranks at one home see it, who hold nothing of what is at another one."""
-
-    runtime: Runtime
-    home: tuple[tuple[str, int], ...]
-
-    def bind(self, program: Program) -> Bound:
-        return self.runtime.bind(program)
-
-    def bytes_of(self, node: fx.Node, item: int = 0) -> int:
-        """The bytes of a value on the rank with the largest shard, if its home is this one."""
-        here = all(x.home in ((), self.home) for x in _layouts(node))
-        return self.runtime.bytes_of(node, item) if here else 0
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch import fx
 
 from torchard.functional.execution.profiler_ranges import WAIT
 from torchard.functional.programs.flops import flops
-from torchard.functional.programs.program import Program, Runtime
+from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import COLLECTIVE, PHASE, SCOPE, STEP
-from torchard.functional.remat.liveness import liveness, order_of
+from torchard.functional.remat.liveness import liveness_of_ranks, order_of
 from torchard.functional.reports.draw import figure_of
 from torchard.sharding.layouts.collective_ops import Send
 from torchard.sharding.layouts.tags import CHUNK
@@ -75,8 +75,8 @@ class PipelineReport:
     rank 1     F0 B0    F1 B1    F2 B2
     stage  scopes            FLOPs  in flight  peak bytes  bytes sent
     -----  ----------------  -----  ---------  ----------  ----------
-    pp=0   layer/0, layer/1  4,288          2       2,496    192 to 1
-    pp=1   layer/2, layer/3  5,057          1       2,436    192 to 0
+    pp=0   layer/0, layer/1  4,288          2       2,560    192 to 1
+    pp=1   layer/2, layer/3  5,057          1       2,500    192 to 0
     """
 
     axis: str
@@ -238,9 +238,7 @@ def _layer(scope: str) -> str:
 
 
 def _peaks(program: Program, count: int) -> list[int]:
-    runtime = program.runtime
-    views: Sequence[Runtime | None] = [None] if runtime is None else runtime.stages(program)
-    peaks = [liveness(replace(program, runtime=view)).peak for view in views]
+    peaks = [live.peak for live in liveness_of_ranks(program)]
     return peaks if len(peaks) == count else peaks[:1] * count
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -13,11 +14,19 @@ from _live import LiveBytes
 from _train import make_step
 
 from torchard import Mesh, MeshTensor, P, Schedule, jit, optim, place, random, shard
-from torchard.functional.programs.program import Program
+from torchard.functional.execution.binding import bind
+from torchard.functional.programs.program import Program, Runtime
 from torchard.sharding.lowering.runtime import Distributed
 
 SPEC = P("dp")
 OPTIMIZER = optim.adamw(1e-3)
+
+
+class OneRank(Runtime):
+    """What a process runs that holds each value whole, as on a mesh: observed on fake tensors."""
+
+    def bind(self, program: Program) -> Any:
+        return bind(replace(program, runtime=None))
 
 
 def size_of(tree: Any) -> int:

@@ -153,4 +153,4 @@ def test_peaks_fall(recipe: str) -> None:
     policy = policies
     chain = (policy.save_nothing, policy.save_dots, policy.save_everything)
     nothing, dots, everything = (joint(recipe, one).peak for one in chain)
-    assert nothing < dots < everything == joint(recipe, None).peak
+    assert nothing <= dots < everything == joint(recipe, None).peak  # at gathered weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,9 @@ from microbatched import BATCH
 from pipelined import model, whole
 
 from torchard import Mesh, P, ShapeDtype, jit, optim, pipeline, place, shard, stage_specs
-from torchard.functional.programs.tags import PHASE, STEP
-from torchard.functional.remat.liveness import Liveness, liveness
+from torchard.functional.execution.storages import Liveness
+from torchard.functional.programs.tags import COLLECTIVE, PHASE
+from torchard.functional.remat.liveness import liveness_of_ranks
 from torchard.sharding.layouts.tags import MICROBATCH
 from torchard.sharding.pipelining.schedules import SCHEDULES, PipelineSchedule, Task, named
 
@@ -83,7 +83,7 @@ def kept_at_once(live: Liveness) -> int:
     held: list[set[int]] = [set() for _ in live.order]
     for storage in live.allocations:
         node = storage.node
-        computed = PHASE.get(node) == "forward" and MICROBATCH.on(node) and not STEP.on(node)
+        computed = PHASE.get(node) == "forward" and MICROBATCH.on(node) and not COLLECTIVE.on(node)
         readers = [user for user in node.users if PHASE.get(user) == "backward"]
         if computed and readers and storage.nbytes:
             for at in range(storage.begin, storage.end):
@@ -102,10 +102,7 @@ def test_residuals_of_as_many_microbatches_as_in_flight_are_alive(
     step, args = step_of("mlp", ranks, count, schedule)
     program = step.lower(*args)
     in_flight = program.schedule.timeline().in_flight
-    most = []
-    for view in program.runtime.stages(program):
-        live = liveness(replace(program, runtime=view))
-        most.append(kept_at_once(live))
+    most = [kept_at_once(live) for live in liveness_of_ranks(program)]
     if CHUNKS.get(schedule, 1) == 1:
         assert tuple(most) == in_flight
     else:  # of two chunks, which may be of the same microbatch
