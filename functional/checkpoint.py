@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from torch import fx
@@ -12,10 +12,9 @@ from torchard.functional.core.arguments import CheckedInside, checked
 from torchard.functional.core.errors import CheckpointError
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.loops.call import in_bodies
-from torchard.functional.programs.markers import tells_apart
-from torchard.functional.programs.program import Program, Rewrite, Stage
+from torchard.functional.programs.program import Pass, Program, Rewrite, Stage
 from torchard.functional.programs.tags import NAME
-from torchard.functional.programs.unrolled import warn_of_unrolling
+from torchard.functional.programs.unrolled import pattern_pass
 from torchard.functional.remat.policies import save_nothing
 from torchard.functional.remat.policy import Policy, as_policy
 from torchard.functional.remat.recompute import RECOMPUTE
@@ -103,27 +102,16 @@ class Checkpoint(Rewrite):
 
     policy: Policy
     where: tuple[ScopePattern, ...] | None = None
-    warned: set[str] = field(default_factory=set, compare=False, repr=False)
-
-    # Before kernels are fused: none may span the boundary of a segment.
-    stage = Stage.MARK
 
     @property
     def asks(self) -> tuple[Rewrite, ...]:
         return (RECOMPUTE,)
 
     @property
-    def reads_loops(self) -> bool:
-        """Whether all iterations of a loop are marked alike."""
-        return not tells_apart(self.where)
-
-    @property
-    def inlines_loops(self) -> bool:
-        return self.reads_loops
-
-    def before_unrolling(self, program: Program) -> None:
-        named = {f"checkpoint(where={pattern!r})": pattern for pattern in self.where or ()}
-        warn_of_unrolling(named, "be segments", self.warned)
+    def passes(self) -> tuple[Pass, ...]:
+        patterns = {f"checkpoint(where={pattern!r})": pattern for pattern in self.where or ()}
+        # Before kernels are fused: none may span the boundary of a segment.
+        return (pattern_pass(Stage.MARK, self, patterns, "be segments"),)
 
     def annotate(self, program: Program) -> Program:
         """Check that the scopes and labels that the user named exist."""

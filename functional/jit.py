@@ -30,13 +30,14 @@ from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.memory.compiled_code import PlannedCompiled, allocate, own
 from torchard.functional.memory.planned import Planned, PlannedHalves
-from torchard.functional.programs.program import Bound, Program, Rewrite
+from torchard.functional.programs.program import Bound, Pass, Program, Rewrite, Stage
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
+from torchard.functional.programs.tags import HALVES
 from torchard.functional.programs.views import is_dense
 from torchard.functional.remat.barrier import insert_barriers
 from torchard.functional.remat.compared import keep_compared
-from torchard.functional.remat.split import HALVES, Split
+from torchard.functional.remat.split import Split
 
 __all__ = ["Compile", "jit"]
 
@@ -105,12 +106,11 @@ class Compile(Rewrite):
     planned: bool = False
 
     @property
-    def reads_loops(self) -> bool:
-        return True
-
-    @property
-    def inlines_loops(self) -> bool:
-        return True
+    def passes(self) -> tuple[Pass, ...]:
+        chosen = Pass(Stage.PLAN, self, reads_loops=True)
+        if self.backend == "eager":
+            return (chosen,)
+        return chosen, Pass(Stage.SCHEDULE, keep_compared, reads_loops=True)
 
     def annotate(self, program: Program) -> Program:
         """Check that the donated positions are positions of the call's arguments."""
@@ -125,10 +125,6 @@ class Compile(Rewrite):
 
     def __call__(self, program: Program) -> Program:
         return replace(program, compiler=self)
-
-    def finish(self, program: Program) -> Program:
-        """The program without recomputation whose result would be compared with what was kept of it."""
-        return program if self.backend == "eager" else keep_compared(program)
 
     def inline(self, program: Program) -> Program:
         """The program as it is: inside another trace, the outermost transform decides how it runs."""
@@ -157,7 +153,7 @@ class Compile(Rewrite):
 
     def _planned(self, graph: fx.Graph, generated: Bound, program: Program) -> Bound:
         """The graph in planned memory; a backward shares that of its forward, which is bound first."""
-        halves: Split | None = program.facts.get(HALVES)
+        halves: Split | None = HALVES.get(program.output)
         if halves is None:
             donated = donated_parts(program, self.donate_argnums)
             return Planned(graph, generated, program.name, donated)
@@ -182,7 +178,7 @@ class Compile(Rewrite):
             part = fx.GraphModule(torch.nn.Module(), graph)
             return _Compiled(part, compiled(graph, program.name), self.backend, progress, self.planned)
 
-        whole_step = self.planned and HALVES not in program.facts
+        whole_step = self.planned and not HALVES.on(program.output)
         donated = donated_parts(program, self.donate_argnums) if whole_step else []
         outer = by_regions(module.graph, region)
         if outer is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -12,10 +12,9 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import KernelError, NoMatch
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.loops.call import in_bodies
-from torchard.functional.programs.markers import tells_apart
-from torchard.functional.programs.program import Program, Rewrite, Stage
+from torchard.functional.programs.program import Pass, Program, Rewrite, Stage
 from torchard.functional.programs.tags import SCOPE
-from torchard.functional.programs.unrolled import warn_of_unrolling
+from torchard.functional.programs.unrolled import pattern_pass
 from torchard.functional.remat.segments import Where, chooser, scopes_in
 from torchard.functional.trace import trace
 from torchard.kernels import library  # noqa: F401  (registers its kernels)
@@ -194,24 +193,12 @@ class Fuse(Rewrite):
     kernels: tuple[Kernel, ...] | None
     compiler: str = "inductor"
     where: tuple[Any, ...] | None = None
-    asked: bool = field(default=False)
-    warned: set[str] = field(default_factory=set, compare=False, repr=False)
-
-    # Operations are fused before they are split over a mesh, whatever the order of the transforms.
-    stage = Stage.REPLACE
+    asked: bool = False
 
     @property
-    def reads_loops(self) -> bool:
-        """Whether all iterations of a loop are treated alike."""
-        return not tells_apart(self.where)
-
-    @property
-    def inlines_loops(self) -> bool:
-        return self.reads_loops
-
-    def before_unrolling(self, program: Program) -> None:
-        named = {f"fuse(where={pattern!r})": pattern for pattern in self.where or ()}
-        warn_of_unrolling(named, "be searched", self.warned)
+    def passes(self) -> tuple[Pass, ...]:
+        patterns = {f"fuse(where={pattern!r})": pattern for pattern in self.where or ()}
+        return (pattern_pass(Stage.REPLACE, self, patterns, "be searched"),)
 
     def annotate(self, program: Program) -> Program:
         """Check that the scopes and the pattern that were asked for occur."""

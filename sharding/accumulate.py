@@ -12,7 +12,7 @@ from torch import fx
 from torchard.functional.core.arguments import AtLeast, checked
 from torchard.functional.core.errors import AccumulateError
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.programs.program import Leaf, Program, Rewrite, Stage
+from torchard.functional.programs.program import Leaf, Pass, Program, Rewrite, Stage
 from torchard.functional.programs.tags import VAL
 from torchard.functional.remat.policies import save_nothing
 from torchard.functional.remat.recompute import RECOMPUTE
@@ -28,8 +28,6 @@ from torchard.sharding.values.spec import SpecError
 from torchard.sharding.values.spectree import by_argument
 
 __all__ = ["Accumulate", "accumulate"]
-
-_DONE = "computed in slices"  # a key of a program's facts
 
 
 @checked
@@ -91,8 +89,6 @@ class _Key:
 class Accumulate(Rewrite):
     """The rewrite of `accumulate`. It runs after kernels are fused, and before layouts are planned."""
 
-    stage = Stage.SLICE
-
     def __init__(
         self,
         steps: int,
@@ -116,6 +112,11 @@ class Accumulate(Rewrite):
 
     def __repr__(self) -> str:
         return f"accumulate({self.steps})"
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        # Microbatches are computed one after another: there is nothing to advise on their loops.
+        return (Pass(Stage.SLICE, self, remedy=""),)
 
     @property
     def asks(self) -> tuple[Rewrite, ...]:
@@ -170,11 +171,12 @@ class Accumulate(Rewrite):
 
     def __call__(self, program: Program) -> Program:
         """The program with the microbatches' operations one after another."""
-        if program.facts.get(_DONE):  # by another accumulate of the stack: the hints are of both
-            return program
-        ordered = self._marked(program)
+        ordered = self.marked(program)
         joint = any(leaf.role == "cotangent" for leaf in program.inputs)
-        for steps in merge_marks(ordered.graph):
+        counts = merge_marks(ordered.graph)
+        if not counts:  # sliced already by another accumulate of the stack: the hints were of both
+            return program
+        for steps in counts:
             drop_small(ordered.graph, steps)
             graph, made = in_turn(spread(prepare(ordered.graph), steps), steps)
             if joint and steps > 1 and self.recompute:
@@ -182,14 +184,14 @@ class Accumulate(Rewrite):
             ordered = replace(ordered, graph=graph)
         if joint:
             _forward_first(ordered)
-        ordered.facts[_DONE] = True
-        return ordered
+        return replace(ordered, inputs=tuple(leaf.unhinted(Batch) for leaf in ordered.inputs))
 
     def inline(self, program: Program) -> Program:
         """The program with marks, which the enclosing trace's lowering takes apart."""
-        return replace(self._marked(program), asks=(*program.asks, RECOMPUTE, self))
+        return replace(self.marked(program), asks=(*program.asks, self))
 
-    def _marked(self, program: Program) -> Program:
+    def marked(self, program: Program) -> Program:
+        """The program with marks on its batches, as the hints say."""
         program = program.copy()
         batches = [
             (leaf, node, batch)

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 from torchard.functional.core.arguments import AtLeast, checked
 from torchard.functional.core.errors import PipelineError
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.programs.program import Program, Rewrite, Stage
-from torchard.functional.reports.lowered import SCHEDULE
+from torchard.functional.programs.program import Pass, Program, Rewrite, Stage
+from torchard.functional.programs.tags import SCHEDULE
 from torchard.sharding.accumulate import Accumulate
+from torchard.sharding.microbatches.mark import Batch
 from torchard.sharding.pipelining.chunks import assign_chunks
 from torchard.sharding.pipelining.report import report_of
 from torchard.sharding.pipelining.schedules import SCHEDULES, PipelineSchedule, check, named
@@ -80,23 +81,26 @@ def pipeline(
     True
     """
     kept = stages if stages is None or isinstance(stages, str) else tuple(stages)
-    rewrites: list[Rewrite] = [Pipeline(mesh, axis, kept, schedule)]
+    slices = None
     if microbatches > 1:
         caller = "pipeline", "microbatches"
-        rewrites.append(Accumulate(microbatches, batch, fn, recompute=False, caller=caller))
-    return Transformed(fn, tuple(rewrites))
+        slices = Accumulate(microbatches, batch, fn, recompute=False, caller=caller)
+    return Transformed(fn, (Pipeline(mesh, axis, kept, schedule, slices),))
 
 
 @dataclass(frozen=True)
 class Pipeline(Rewrite):
-    """The rewrite of `pipeline`: it assigns operations to stages, before the batch is sliced."""
+    """The rewrite of `pipeline`.
+
+    Operations are assigned to stages, then the batch is sliced; `shard` plans how values are split within
+    a stage, and sends them between stages; then the tasks of the schedule are put in its order.
+    """
 
     mesh: Mesh
     axis: str
     stages: str | tuple[str, ...] | None = None
     how: str | PipelineSchedule = "1f1b"
-
-    stage = Stage.CUT
+    slices: Accumulate | None = None
 
     def __post_init__(self) -> None:
         if self.axis not in self.mesh.shape:
@@ -114,8 +118,18 @@ class Pipeline(Rewrite):
         return f"pipeline({self.mesh}, {self.axis!r})"
 
     @property
+    def passes(self) -> tuple[Pass, ...]:
+        # Layers are on different ranks: there is nothing to advise on their loops.
+        cut, order = Pass(Stage.CUT, self, remedy=""), Pass(Stage.ORDER, self.order, True)
+        return cut, *(() if self.slices is None else self.slices.passes), order
+
+    @property
     def asks(self) -> tuple[Rewrite, ...]:
-        return Shard(self.mesh), InOrder(self)
+        return Shard(self.mesh), *(() if self.slices is None else self.slices.asks)
+
+    def annotate(self, program: Program) -> Program:
+        """Check the dims of the batch, and attach them to the leaves as hints."""
+        return program if self.slices is None else self.slices.annotate(program)
 
     def schedule(self, microbatches: int) -> PipelineSchedule:
         """The schedule for a number of microbatches."""
@@ -139,29 +153,21 @@ class Pipeline(Rewrite):
         return program
 
     def _microbatches(self, program: Program) -> int:
-        return max((r.steps for r in program.stack if isinstance(r, Accumulate)), default=1)
+        """The number of microbatches, with those of an accumulate around it."""
+        hints = [hint.steps for leaf in program.inputs if (hint := leaf.hint(Batch)) is not None]
+        return max(hints, default=1 if self.slices is None else self.slices.steps)
 
-    def inline(self, program: Program) -> Program:
-        """The program, whose enclosing trace's lowering is to be a pipeline."""
-        return replace(program, asks=(*program.asks, self))
-
-
-@dataclass(frozen=True)
-class InOrder(Rewrite):
-    """The post-pass of `pipeline`: tasks of its operations, and their order."""
-
-    pipeline: Pipeline
-
-    stage = Stage.ORDER
-
-    def __call__(self, program: Program) -> Program:
-        return program
-
-    def finish(self, program: Program) -> Program:
+    def order(self, program: Program) -> Program:
+        """The program with its operations in the order of the schedule's tasks, in place."""
         count = microbatches_of(program.graph)
-        mesh, axis, schedule = self.pipeline.mesh, self.pipeline.axis, self.pipeline.schedule(count)
+        schedule = self.schedule(count)
         tasks = tag_tasks(program.graph, schedule)
         if count > 1:
             arrange(program.graph, tasks, schedule)
-        program.facts[SCHEDULE] = lambda program: report_of(program, mesh, axis, schedule)
+        SCHEDULE.set(program.output, lambda planned: report_of(planned, self.mesh, self.axis, schedule))
         return program
+
+    def inline(self, program: Program) -> Program:
+        """The program with marks on its batches; the enclosing trace's lowering makes it a pipeline."""
+        marked = program if self.slices is None else self.slices.marked(program)
+        return replace(marked, asks=(*program.asks, self))

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.core.scope_frames import Frame
 from torchard.functional.loops.call import in_bodies
 from torchard.functional.programs.graphs import output_values
-from torchard.functional.programs.markers import tells_apart
-from torchard.functional.programs.program import FREE, Leaf, Program, Rewrite
-from torchard.functional.programs.tags import NAME, VAL
-from torchard.functional.programs.unrolled import warn_of_unrolling
+from torchard.functional.programs.program import FREE, Leaf, Pass, Program, Rewrite, Stage
+from torchard.functional.programs.tags import LAYOUT, NAME, VAL
+from torchard.functional.programs.unrolled import pattern_pass
 from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.layouts.tags import PRECEDENCE
 from torchard.sharding.lowering.lower_manual import attach_moves
 from torchard.sharding.lowering.plan_consistency import tell_failure
 from torchard.sharding.lowering.runtime import runtime_of
@@ -24,6 +25,7 @@ from torchard.sharding.pipelining.homes import Home, home_of, locate, send_value
 from torchard.sharding.planning.canonicalize import prepare
 from torchard.sharding.planning.constraints import (
     SpecHint,
+    check_named,
     constrain_named,
     constraint_layouts,
     constraint_rank,
@@ -48,8 +50,6 @@ from torchard.sharding.values.spectree import specs_of_arguments, specs_of_resul
 
 __all__ = ["Shard"]
 
-_PLANNED = "planned by, with inputs"  # a key of a program's facts
-
 
 class Shard(Rewrite):
     """The rewrite of a global program to an SPMD program; the arguments are those of `shard`."""
@@ -72,17 +72,10 @@ class Shard(Rewrite):
         self.constraints, self.fn, self.rules = constraints, fn, rules
 
     @property
-    def reads_loops(self) -> bool:
-        """Whether all iterations of a loop are constrained alike."""
-        return not tells_apart(pattern for pattern, _ in self.constraints)
-
-    @property
-    def inlines_loops(self) -> bool:
-        return not self.constraints  # which select values by scopes that enclose the loop, too
-
-    def before_unrolling(self, program: Program) -> None:
-        named = {f"constrain_at[{pattern!r}]": pattern for pattern, _ in self.constraints}
-        warn_of_unrolling(named, "have this spec", self.warned)
+    def passes(self) -> tuple[Pass, ...]:
+        patterns = {f"constrain_at[{pattern!r}]": pattern for pattern, _ in self.constraints}
+        planned = pattern_pass(Stage.PLAN, self, patterns, "have this spec")
+        return planned, Pass(Stage.SCHEDULE, self.scheduled, reads_loops=True)
 
     def _key(self) -> tuple[Any, ...]:
         specs = tuple(None if s is None else id(s) for s in (self.in_specs, self.out_specs))
@@ -156,14 +149,20 @@ class Shard(Rewrite):
     def __call__(self, program: Program) -> Program:
         """The SPMD program."""
         graph = unpartition(program.graph)
-        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self._constrain_inputs(graph, program, placeholders)
-        constrain_named(graph, self.constraints)
+        if self._plans(program):
+            self._constrain_inputs(graph, program, graph.find_nodes(op="placeholder"))
+        check_named(self.constraints, constrain_named(graph, self.constraints))
         self._resolve_constraints(graph)
+        if not self._plans(program):
+            return replace(program, graph=graph)
         prepare(graph)
         plan = choose(graph, self._given(program, graph), self.mesh)
         warn_of_idle_axes(plan, self.mesh, program.name, self.warned)
         spmd = partition(plan.graph, plan.given, plan.decision, self.mesh.sizes)
+        given = plan.given.inputs.values()
+        for node, known in zip(spmd.find_nodes(op="placeholder"), given, strict=True):
+            if not isinstance(known, int):  # a cotangent has the layout of its output
+                PRECEDENCE.set(node, known[1])
         locate(spmd, list(map(_home, program.inputs)))
         attach_moves(spmd, self.mesh)
         attach_windows(spmd, self.mesh)
@@ -179,23 +178,21 @@ class Shard(Rewrite):
             for leaf in program.inputs
         )
         runtime = runtime_of(self.mesh, self.check_replicated)
-        facts = {**program.facts, _PLANNED: (self, tuple(plan.given.inputs.values()))}
-        return replace(
-            program, graph=spmd, inputs=inputs, outputs=outputs, runtime=runtime, facts=facts
-        )
+        return replace(program, graph=spmd, inputs=inputs, outputs=outputs, runtime=runtime)
 
-    def finish(self, program: Program) -> Program:
-        """Schedule and merge the collectives, those of recomputed values included."""
-        planner, given = program.facts[_PLANNED]
-        if planner is not self:  # an enclosing shard has planned the program again
+    def _plans(self, program: Program) -> bool:
+        """Whether it is the outermost shard of the stack; the others only constrain values."""
+        return next((r for r in reversed(program.stack) if isinstance(r, Shard)), self) is self
+
+    def scheduled(self, program: Program) -> Program:
+        """The program with its collectives scheduled and merged, in place."""
+        if not self._plans(program):
             return program
         send_values(program.graph, list(map(_home, program.outputs)), self.mesh.sizes)
         layers: dict[fx.Node, str] = {}
         batch: set[str] = set()
-        for leaf, node, known in zip(program.inputs, program.placeholders, given, strict=True):
-            if isinstance(known, int):
-                continue
-            layout, rank = known
+        for leaf, node in zip(program.inputs, program.placeholders, strict=True):
+            rank, layout = PRECEDENCE.get(node), LAYOUT.of(node)
             if (hint := leaf.hint(SpecHint)) is not None:  # a plain argument, which is split on entry
                 layout = self._layout_of_hint(leaf, hint, node)
             if rank == PARAMETER:
@@ -208,16 +205,19 @@ class Shard(Rewrite):
     def inline(self, program: Program) -> Program:
         """The same global program, its specs as constraints, for an outer trace."""
 
-        def resolved(part: Program, _: object) -> Program:
+        labels: dict[str, str] = {}
+
+        def constrained(part: Program, outer: tuple[Frame, ...]) -> Program:
             part = part.copy()
+            labels.update(constrain_named(part.graph, self.constraints, outer))
             self._resolve_constraints(part.graph)
             return part
 
         copied = program.copy()
         self._constrain_inputs(copied.graph, copied, copied.placeholders)
         self._constrain_outputs(copied.graph, copied)
-        constrain_named(copied.graph, self.constraints)
-        copied = in_bodies(copied, resolved)
+        copied = in_bodies(copied, constrained)
+        check_named(self.constraints, labels)
         plain = tuple(
             replace(leaf, tag=None) if leaf.tag is FREE else leaf for leaf in copied.outputs
         )

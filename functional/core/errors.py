@@ -228,7 +228,9 @@ class TorchVersionWarning(UserWarning):
 
 
 class UnrolledLoopWarning(UserWarning):
-    """A pattern over scopes may select some layers of a loop, which is therefore unrolled.
+    """A pass of a transform does not read loops, which are therefore unrolled.
+
+    `accumulate` and `pipeline` always unroll; the text of their programs says so.
 
     >>> import torch, torchard as ta, warnings
     >>> def layers(ws, x):
@@ -241,9 +243,9 @@ class UnrolledLoopWarning(UserWarning):
     >>> caught[0].category is ta.UnrolledLoopWarning
     True
     >>> print(caught[0].message)
-    constrain_at['block/1/out'] may tell the layers of a loop apart, so the loop is unrolled:
-    each layer is planned and compiled by itself. If all layers may have this spec, write
-    'block/*/out'; otherwise keep the pattern and ignore this warning.
+    Shard (stage PLAN) does not read loops, so the 3 iterations of the loop at <doctest
+    UnrolledLoopWarning[1]>:2 in layers are unrolled: each is planned and compiled by itself. constrain_at['block/1/out'] may select some iterations and not others: if all of them
+    may have this spec, write 'block/*/out'; otherwise keep the pattern and ignore this warning.
     """
 
 

@@ -17,21 +17,21 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.derivatives.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.execution.binding import bind
-from torchard.functional.loops.call import is_opaque, loop_calls
+from torchard.functional.loops.call import is_opaque
 from torchard.functional.loops.recognised import recognised
 from torchard.functional.loops.rolled import rolled, straight_line
 from torchard.functional.programs.markers import is_marker
 from torchard.functional.programs.program import (
     Free,
     Leaf,
+    Pass,
     Placement,
     Program,
     Rewrite,
-    finished,
-    finishing,
+    ordered_passes,
 )
 from torchard.functional.programs.tags import KERNEL, VAL
-from torchard.functional.programs.unrolled import has_loops, unrolled
+from torchard.functional.programs.unrolled import applied
 from torchard.functional.programs.views import needed_by
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import spans_of, split
@@ -39,7 +39,7 @@ from torchard.functional.tracing.inner_gradients import note_replayed
 from torchard.functional.tracing.purify import replay
 from torchard.functional.tracing.trace_state import active
 
-__all__ = ["Halves", "LoweredFunction", "lower"]
+__all__ = ["Halves", "LoweredFunction", "lower", "stack_of"]
 
 Parts = Sequence[torch.Tensor]
 
@@ -50,58 +50,47 @@ def width(leaf: Leaf) -> int:
 
 
 def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
-    """Apply a stack of rewrites, by stage, then remove dead code and run the post-passes.
+    """Apply the passes of a stack of rewrites, by stage; dead code is removed before the late ones.
 
     Rewrites that the stack, nested transforms or placed inputs ask for are applied too.
     """
-    stack = _in_order(program, rewrites)
-    program = replace(_rolled(program, stack), stack=stack)
-    for rewrite in stack:
-        program = rewrite(_readable(program, rewrite))
-    program = finished(_without_dead_code(program), finishing(stack))
+    stack = stack_of(program, rewrites)
+    early, late = ordered_passes(stack)
+    program = replace(_rolled(program, [*early, *late]), stack=stack)
+    program = applied(_without_dead_code(applied(program, early)), late)
     outputs = tuple(
         replace(leaf, tag=None) if isinstance(leaf.tag, Free) else leaf for leaf in program.outputs
     )
     return replace(program, outputs=outputs, stack=())
 
 
-def _readable(program: Program, rewrite: Rewrite) -> Program:
-    """The program, without loops if the rewrite does not read them."""
-    if rewrite.reads_loops or not has_loops(program):
-        return program
-    rewrite.before_unrolling(program)
-    return unrolled(program)
-
-
-def _rolled(program: Program, stack: Sequence[Rewrite]) -> Program:
-    """The program with loops; equal layers become a loop if all rewrites read loops."""
+def _rolled(program: Program, passes: Sequence[Pass]) -> Program:
+    """The program with loops; equal layers become a loop if all passes read loops."""
     program = rolled(program)
-    if stack and all(rewrite.reads_loops for rewrite in stack):
+    if passes and all(one.reads_loops for one in passes):
         program = recognised(program)
     return program
 
 
-def _in_order(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Rewrite, ...]:
-    """The rewrites and those they ask for, unless another covers them, sorted by stage."""
+def stack_of(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Rewrite, ...]:
+    """The rewrites and those that are asked for, by these too, unless another covers them."""
     stack = list(rewrites)
     placed = [leaf.tag.rewrite() for leaf in program.inputs if isinstance(leaf.tag, Placement)]
-    asked = [other for rewrite in rewrites for other in rewrite.asks]
+    nested = [*rewrites, *program.asks]
+    asked = [other for rewrite in nested for other in rewrite.asks]
     for other in dict.fromkeys((*program.asks, *placed, *asked)):
         if not any(mine.covers(other) for mine in stack):
             stack.append(other)
-    return tuple(sorted(stack, key=lambda rewrite: rewrite.stage))
+    return tuple(stack)
 
 
 def _without_dead_code(program: Program) -> Program:
-    """The program without operations whose results are not used.
+    """A copy of the program without operations whose results are not used.
 
     A gradient that is taken inside leaves the last operations of its forward unused. They are removed
-    after all rewrites, which may read them, and before post-passes merge collectives. The graph is the
-    same on every rank, so all ranks remove the same collectives.
+    after the passes that may read them, and before collectives are merged. The graph is the same on every
+    rank, so all ranks remove the same collectives.
     """
-    needed = needed_by(program.results)
-    if all(node in needed for node in program.calls):
-        return program
     program = program.copy()
     needed = needed_by(program.results)
     for node in reversed(program.calls):
@@ -182,8 +171,7 @@ class LoweredFunction:
         if not self.inline:
             return lower(program, self.rewrites)
         for rewrite in self.rewrites:
-            if not rewrite.inlines_loops and loop_calls(program.graph):
-                rewrite.before_unrolling(program)
+            if not all(one.reads_loops for one in rewrite.passes):
                 program = straight_line(program)
             program = rewrite.inline(program)
         return program

@@ -9,14 +9,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from types import MethodType
 from typing import Any
 
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.core.errors import DonatedError, RetraceWarning
+from torchard.functional.core.errors import DonatedError, RetraceWarning, UnrolledLoopWarning
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.wrapper import Wrapper
@@ -24,10 +24,11 @@ from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpre
 from torchard.functional.engine.autograd_functions import call
 from torchard.functional.engine.cache_entry import CacheEntry, environment_of, is_under
 from torchard.functional.engine.donation import give_up
+from torchard.functional.engine.lowered_function import stack_of
 from torchard.functional.engine.retraces import TraceRecord, retraced
-from torchard.functional.loops.call import is_opaque
+from torchard.functional.loops.call import is_opaque, loop_calls, unrolled_for
 from torchard.functional.loops.rolled import rolled, straight_line
-from torchard.functional.programs.program import Program, Rewrite
+from torchard.functional.programs.program import Program, Rewrite, ordered_passes
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.reports.lowered import Lowered
@@ -68,6 +69,7 @@ class Transformed(Wrapper):
     Warns:
         RetraceWarning: the function is traced for the eighth time; names the argument, global, closure
             variable or attribute that keeps changing.
+        UnrolledLoopWarning: a pass of a rewrite does not read loops; once, with what to do about it.
 
     >>> import torch, torchard as ta
     >>> from torchard.transforms import Transformed
@@ -112,6 +114,7 @@ class Transformed(Wrapper):
         self._traces = 0
         self._reads_grad_mode = False
         self._reads_autograd = False
+        self._unrolls = False
 
     def __repr__(self) -> str:
         return f"Transformed({self.__name__}, {list(self.rewrites)})"
@@ -287,6 +290,7 @@ class Transformed(Wrapper):
         rewrites = tuple(r for r in self.rewrites if isinstance(r, Rewrite))
         for rewrite in rewrites:
             program = _annotated(program, rewrite)
+        self._warn_of_unrolling(program, rewrites)
         entry = CacheEntry(self.fn, program, rewrites, arguments, paths)
         self._count(TraceRecord.of(entry, arguments.key, paths))
         values = [closure.value for closure in program.closures]
@@ -306,10 +310,23 @@ class Transformed(Wrapper):
             self._history.clear()
 
 
+    def _warn_of_unrolling(self, program: Program, rewrites: Sequence[Rewrite]) -> None:
+        """Warn once of a pass that does not read the loops of a program."""
+        loops = [] if self._unrolls else loop_calls(program.graph)
+        if not loops:
+            return
+        passes = chain(*ordered_passes(stack_of(program, rewrites)))
+        unrolling = next((one for one in passes if not one.reads_loops), None)
+        self._unrolls = unrolling is not None
+        if unrolling is not None and unrolling.remedy:
+            warnings.warn(unrolled_for(unrolling, loops), UnrolledLoopWarning, 4)
+
+
 def _annotated(program: Program, rewrite: Rewrite) -> Program:
     """The program with a rewrite's hints on its leaves."""
     seen = rolled(program)
-    annotated = rewrite.annotate(seen if rewrite.reads_loops else unrolled(seen))
+    reads_loops = all(one.reads_loops for one in rewrite.passes)
+    annotated = rewrite.annotate(seen if reads_loops else unrolled(seen))
     return annotated if seen is program else replace(annotated, graph=program.graph)
 
 

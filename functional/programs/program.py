@@ -8,9 +8,9 @@ refer to each other in a circle, and so are in one module.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum, auto
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -30,14 +30,14 @@ __all__ = [
     "Free",
     "Hint",
     "Leaf",
+    "Pass",
     "Placement",
     "Program",
     "RankGraph",
     "Rewrite",
     "Runtime",
     "Stage",
-    "finished",
-    "finishing",
+    "ordered_passes",
 ]
 
 H = TypeVar("H")
@@ -153,8 +153,11 @@ class Leaf:
 
     def hinted(self, hint: Hint) -> Leaf:
         """The leaf with a hint, in place of another one of its type."""
-        others = (other for other in self.hints if type(other) is not type(hint))
-        return replace(self, hints=(*others, hint))
+        return replace(self, hints=(*self.unhinted(type(hint)).hints, hint))
+
+    def unhinted(self, kind: type[Hint]) -> Leaf:
+        """The leaf without its hint of a type."""
+        return replace(self, hints=tuple(hint for hint in self.hints if type(hint) is not kind))
 
     def batched(self) -> Leaf:
         """The leaf with a new leading dimension."""
@@ -162,28 +165,84 @@ class Leaf:
         return replace(self, tag=tag, hints=tuple(hint.batched() for hint in self.hints))
 
 
-class Stage(float, Enum):
-    """When a rewrite runs among others, whatever the order of their stack; the first runs first.
+class Stage(IntEnum):
+    """When a pass runs among others, whatever the order of their stack; the first runs first.
 
     >>> from torchard.transforms import Stage
     >>> sorted([Stage.PLAN, Stage.RECOMPUTE, Stage.REPLACE])[0].name
     'REPLACE'
     """
 
-    MARK = -1.0
+    MARK = auto()
     """Marks that later stages read: segments of `checkpoint`."""
-    REPLACE = 0.0
+    REPLACE = auto()
     """Operations are replaced by others, as `fuse` does."""
-    CUT = 0.4
+    CUT = auto()
     """Operations are assigned to the stages of a pipeline."""
-    SLICE = 0.5
+    SLICE = auto()
     """The batch is sliced into microbatches."""
-    PLAN = 1.0
+    PLAN = auto()
     """Values are placed, and what runs them is set: `shard`, `jit`. The default."""
-    RECOMPUTE = 2.0
-    """What a backward needs is saved, recomputed or offloaded."""
-    ORDER = 3.0
+    RECOMPUTE = auto()
+    """What a backward needs is saved, recomputed or offloaded. Then dead code is removed."""
+    SCHEDULE = auto()
+    """Collectives, those of recomputed values too, are merged and issued early."""
+    ORDER = auto()
     """Operations are put in the order in which they run."""
+
+
+class Pass(NamedTuple):
+    """One pass of a rewrite over a program.
+
+    Attributes:
+        stage: when it runs; passes of one stage run in the order of the stack.
+        run: from a program to a program. After `Stage.RECOMPUTE` it may change the graph in place.
+        reads_loops: whether it takes a program with loops (functional/loops); if not, they are unrolled.
+        remedy: what the `UnrolledLoopWarning` advises; without advice there is no warning.
+
+    >>> from dataclasses import dataclass
+    >>> import torch
+    >>> from torchard.transforms import Pass, Rewrite, Stage, Transformed
+    >>> @dataclass(frozen=True)
+    ... class Count(Rewrite):
+    ...     @property
+    ...     def passes(self):
+    ...         first, last = Pass(Stage.MARK, self, True), Pass(Stage.ORDER, self, True)
+    ...         return first, last
+    ...     def __call__(self, program):
+    ...         print(len(program.calls), "operations")
+    ...         return program
+    >>> def f(x):
+    ...     unused = x.cos()
+    ...     return x.sin()
+    >>> _ = Transformed(f, [Count()])(torch.ones(3))
+    2 operations
+    1 operations
+    """
+
+    stage: Stage
+    run: Callable[[Program], Program]
+    reads_loops: bool = False
+    remedy: str = (
+        "If it treats all iterations alike, list it in the rewrite's passes with reads_loops=True."
+    )
+
+    @property
+    def name(self) -> str:
+        """What messages call it: its function, or the class of its rewrite."""
+        return str(getattr(self.run, "__qualname__", type(self.run).__name__))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it runs after dead code is removed, on a graph that is its own."""
+        return self.stage > Stage.RECOMPUTE
+
+
+def ordered_passes(stack: Iterable[Rewrite]) -> tuple[list[Pass], list[Pass]]:
+    """The passes of a stack in the order in which they run: until dead code is removed, and after."""
+    passes = sorted((one for rewrite in stack for one in rewrite.passes), key=lambda one: one.stage)
+    late = [one for one in passes if one.is_late]
+    return passes[: len(passes) - len(late)], late
 
 
 class Rewrite(ABC):
@@ -198,11 +257,11 @@ class Rewrite(ABC):
     purpose is a `ValueRewrite` (value_rewrite.py).
 
     Attributes:
-        stage: when it runs among the rewrites of a stack.
+        stage: when ``__call__`` runs among the passes of a stack.
+        passes: what runs when: ``__call__`` at ``stage``, or several passes. If all of them read loops,
+            ``inline`` takes a program in which a loop is one node, whose body is a program.
         asks: further rewrites that must run in the same lowering.
         donate_argnums: positions of the arguments whose memory the call may take.
-        reads_loops: whether it takes a program with loops (functional/loops); if not, they are unrolled.
-        inlines_loops: the same for ``inline``, where a loop is one node, whose body is a program.
 
     >>> from dataclasses import dataclass
     >>> import torch
@@ -223,16 +282,12 @@ class Rewrite(ABC):
     tensor(1.)
     """
 
-    stage: float = Stage.PLAN
+    stage: Stage = Stage.PLAN
     donate_argnums: tuple[int, ...] = ()
 
     @property
-    def reads_loops(self) -> bool:
-        return False
-
-    @property
-    def inlines_loops(self) -> bool:
-        return False
+    def passes(self) -> tuple[Pass, ...]:
+        return (Pass(self.stage, self),)
 
     @property
     def asks(self) -> tuple[Rewrite, ...]:
@@ -250,9 +305,6 @@ class Rewrite(ABC):
     def __call__(self, program: Program) -> Program:
         """The rewritten program. A rewrite that places values also places the outputs that are FREE."""
 
-    def before_unrolling(self, program: Program) -> None:  # noqa: B027
-        """Called with a program whose loops are unrolled because this rewrite does not read them."""
-
     def failed(self, error: Exception) -> None:  # noqa: B027
         """Called with the error of a call, which may have come before the program was run.
 
@@ -263,10 +315,6 @@ class Rewrite(ABC):
         """The rewritten program for replay inside an outer trace: still global and unplaced."""
         return self(program)
 
-    def finish(self, program: Program) -> Program:
-        """A post-pass, run after all rewrites; it may change the program in place."""
-        return program
-
     def covers(self, other: Rewrite) -> bool:
         """Whether this rewrite does what another one would, which then need not run."""
         return self == other
@@ -274,18 +322,6 @@ class Rewrite(ABC):
     def wants(self, node: fx.Node) -> bool:
         """Whether a labelled value must survive until this rewrite runs."""
         return False
-
-
-def finishing(rewrites: Iterable[Rewrite]) -> tuple[Rewrite, ...]:
-    """The rewrites that have a post-pass."""
-    return tuple(r for r in rewrites if type(r).finish is not Rewrite.finish)
-
-
-def finished(program: Program, rewrites: Iterable[Rewrite]) -> Program:
-    """The program after the post-passes of these rewrites."""
-    for rewrite in rewrites:
-        program = rewrite.finish(program)
-    return program
 
 
 class RankGraph(NamedTuple):
@@ -402,13 +438,13 @@ class Program:
         in_tree, out_tree: the user's trees (None on derived programs, which are flat).
         runtime: what binds it; None runs the graph as it is, one tensor per leaf.
         compiler: what compiles the runtime's graph of it; None runs generated Python.
-        stack: the rewrites of the lowering in progress, in the order in which they run.
+        stack: the rewrites of the lowering in progress, innermost first.
         differentiable: for a joint program, which outputs depend on the inputs that it differentiates.
         asks: the rewrites that transforms inside the trace asked for (a nested ``shard``); lowering
             appends those that its stack lacks.
         name: the name of the traced function.
         misses: functions that find near misses of kernels, each with the reason.
-        facts: notes of rewrites for their own post-passes; kept by ``copy()``.
+        unrolled: which loops were unrolled, and for which pass.
         closures: what the inputs of role ``closure`` stand for (see tracing/trace_state.py).
         constants: the values of the last inputs, those of role ``constant``, made while tracing.
         retrace: the function itself, to be run again for derivatives where the graph does not
@@ -439,7 +475,7 @@ class Program:
     asks: tuple[Rewrite, ...] = ()
     name: str = "f"
     misses: tuple[Callable[[], list[Any]], ...] = ()
-    facts: dict[Hashable, Any] = field(default_factory=dict)
+    unrolled: str = ""
     closures: tuple[Any, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()
     retrace: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
@@ -452,6 +488,11 @@ class Program:
     def placeholders(self) -> list[fx.Node]:
         """The input nodes, one per input."""
         return list(self.graph.find_nodes(op="placeholder"))
+
+    @property
+    def output(self) -> fx.Node:
+        """The output node; its tags are those of the program as a whole."""
+        return self.graph.output_node()
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -502,7 +543,7 @@ class Program:
         env: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             env[node] = graph.node_copy(node, env.__getitem__)
-        return replace(self, graph=graph, facts=dict(self.facts))
+        return replace(self, graph=graph)
 
 
 def _records(graph: fx.Graph, tag: Tag[Any]) -> tuple[list[Record], list[Record] | None]:

@@ -3,6 +3,7 @@
 Passes and packages exchange information about values as tags on the graph. Every key of ``fx.Node.meta``
 is declared once, in tags.py, or in the ``tags.py`` of the only package that uses it, and is read and
 written through its declaration; a user's transform declares its own. No other file uses ``node.meta``.
+What a pass tells others about a whole program is a tag of its output node (``Program.output``).
 
 Operations are replayed in another trace, values copied, nodes replaced. Each declaration says which of
 the new nodes inherit the tag, and :func:`inherit` copies it to them:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torchard.functional.core.scope_frames import Frame
@@ -14,6 +15,7 @@ __all__ = [
     "COLLECTIVE",
     "CUT",
     "FRAMES",
+    "HALVES",
     "INDUCTOR_REALIZE_TO_STRIDES",
     "ITERATION",
     "KERNEL",
@@ -27,6 +29,7 @@ __all__ = [
     "RECOMPUTE",
     "RESIDUAL",
     "RUNNING",
+    "SCHEDULE",
     "SCOPE",
     "SEGMENTS",
     "SHAPE",
@@ -185,6 +188,12 @@ WHY: Tag[Any] = declare(
     written_by="programs/unrolled, remat/compared, remat/rematerialise",
     read_by="programs/unrolled, reports/residuals",
 )
+HALVES: Tag[Any] = declare(
+    "halves",
+    "on the output of a half of a joint program: the split that made it",
+    written_by="remat/split",
+    read_by="jit",
+)
 OFFLOAD: Tag[bool] = declare(
     "offload",
     "it copies the value to the host, for the backward",
@@ -245,6 +254,12 @@ TASK: Tag[str] = declare(
     written_by="pipelining/tasks",
     read_by="compiling/regions, programs/labels",
     follows="place",
+)
+SCHEDULE: Tag[Callable[[Any], Any]] = declare(
+    "schedule",
+    "on the output of a pipeline: makes the report of its schedule from the program",
+    written_by="pipeline",
+    read_by="reports/lowered",
 )
 RUNNING: Tag[bool] = declare(
     "running",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 from torch import fx
 
-from torchard.functional.core.errors import UnrolledLoopWarning
 from torchard.functional.core.scope_frames import Frame, in_iteration, path_of
 from torchard.functional.programs.loops import carried, is_apart, issued_ahead, regrouped
 from torchard.functional.programs.markers import (
@@ -27,7 +25,7 @@ from torchard.functional.programs.markers import (
     tells_apart,
     total,
 )
-from torchard.functional.programs.program import Program
+from torchard.functional.programs.program import Pass, Program, Stage
 from torchard.functional.programs.records import PerIteration
 from torchard.functional.programs.tagging import forget, inherit, own_tags
 from torchard.functional.programs.tags import (
@@ -41,7 +39,7 @@ from torchard.functional.programs.tags import (
 )
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["has_loops", "unrolled", "warn_of_unrolling"]
+__all__ = ["applied", "has_loops", "pattern_pass", "unrolled"]
 
 
 def has_loops(program: Program) -> bool:
@@ -213,23 +211,33 @@ class _Unrolled:
         return made
 
 
-def warn_of_unrolling(named: Mapping[str, Any], what: str, already: set[str]) -> None:
-    """Warn once about each pattern that may tell iterations of a loop apart.
+def pattern_pass(
+    stage: Stage, run: Callable[[Program], Program], patterns: Mapping[str, Any], what: str
+) -> Pass:
+    """A pass that reads loops unless one of its patterns over scopes may tell their iterations apart.
 
     Args:
-        named: patterns over scopes, by how the user wrote them.
+        patterns: by how the user wrote them.
         what: what a pattern makes layers do.
-        already: what has been warned about.
     """
-    for which, pattern in named.items():
-        if tells_apart([pattern]) and which not in already:
-            already.add(which)
+    for written, pattern in patterns.items():
+        if tells_apart([pattern]):
             text = pattern if isinstance(pattern, str) else "block/*"
             together = re.sub(r"\[[^]]*\]?|\d+|\?", "*", text)
-            warnings.warn(
-                f"{which} may tell the layers of a loop apart, so the loop is unrolled: each layer is "
-                f"planned and compiled by itself. If all layers may {what}, write "
-                f"{together!r}; otherwise keep the pattern and ignore this warning.",
-                UnrolledLoopWarning,
-                stacklevel=2,
+            remedy = (
+                f"{written} may select some iterations and not others: if all of them may {what}, "
+                f"write {together!r}; otherwise keep the pattern and ignore this warning."
             )
+            return Pass(stage, run, False, remedy)
+    return Pass(stage, run, True)
+
+
+def applied(program: Program, passes: Iterable[Pass]) -> Program:
+    """The program after passes; one that does not read loops receives it without them."""
+    for one in passes:
+        if not one.reads_loops and has_loops(program):
+            loops = {LOOP.of(node): None for node in program.calls if LOOP.on(node)}
+            which = ", ".join(f"{loop.name} × {loop.count}" for loop in loops)
+            program = replace(unrolled(program), unrolled=f"{which}, for {one.name}")
+        program = one.run(program)
+    return program

@@ -27,7 +27,7 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.programs.flops import DOTS, flops, op_name
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.markers import Loop
-from torchard.functional.programs.program import Program, Rewrite, finished
+from torchard.functional.programs.program import Program, ordered_passes
 from torchard.functional.programs.split_loops import related_loops, split_loops
 from torchard.functional.programs.tags import (
     AHEAD,
@@ -39,7 +39,7 @@ from torchard.functional.programs.tags import (
     SCOPE,
     VAL,
 )
-from torchard.functional.programs.unrolled import has_loops, unrolled
+from torchard.functional.programs.unrolled import applied, has_loops, unrolled
 from torchard.functional.programs.views import is_tuple
 from torchard.functional.remat.budget_problem import SMALL, is_choice, problem_of
 from torchard.functional.remat.liveness import bytes_in, peak_of
@@ -75,15 +75,10 @@ class Point:
     kept: frozenset[fx.Node]
 
 
-def within_budget(
-    program: Program, last: tuple[Rewrite, ...] = ()
-) -> tuple[Program, frozenset[fx.Node]]:
+def within_budget(program: Program) -> tuple[Program, frozenset[fx.Node]]:
     """The program, and its values that the budgets of its segments keep.
 
     Of layers that are a loop, the first ones may keep less than the others: two loops then.
-
-    Args:
-        last: the post-passes of the program, which may change its peak.
 
     Raises:
         CheckpointError: more than one budget, or one below the least peak.
@@ -104,16 +99,16 @@ def within_budget(
         )
     (budget,) = budgets
     assert isinstance(budget, Budget)
-    points = envelope(program, last)
+    points = envelope(program)
     least, most = points[0].peak, points[-1].peak
     bound = budget.bytes
     if bound is None:
         assert budget.fraction is not None
         bound = int(least + budget.fraction * (most - least))
     if least <= bound:
-        return cheapest(program, points, bound, last)
+        return cheapest(program, points, bound)
     if has_loops(program) and sum(map(times, program.calls)) <= _FEW:
-        return within_budget(unrolled(program), last)  # with layers one by one, less can be kept
+        return within_budget(unrolled(program))  # with layers one by one, less can be kept
     raise CheckpointError(
         f"checkpoint({program.name}, policy={budget}): the least peak that can be reached is "
         f"{least:,} bytes ({most:,} with everything saved). Set a budget of at least that, or make "
@@ -121,14 +116,15 @@ def within_budget(
     )
 
 
-def envelope(program: Program, last: tuple[Rewrite, ...] = ()) -> list[Point]:
+def envelope(program: Program) -> list[Point]:
     """The best ways to run a program with a budget, by rising peak and falling FLOPs."""
-    key, nodes = (_fingerprint(program), last), list(program.graph.nodes)
+    late = tuple(r for r in program.stack if any(one.is_late for one in r.passes))
+    key, nodes = (_fingerprint(program), late), list(program.graph.nodes)
     with _lock:
         known, _ = _envelopes.get(key, (None, None))
     if known is None:
         number = {node: i for i, node in enumerate(nodes)}
-        points = _envelope(program, last)
+        points = _envelope(program)
         known = [(p.peak, p.flops, [number[node] for node in p.kept]) for p in points]
         with _lock:
             _envelopes[key] = known, {s.policy for node in nodes for s in segments_of(node)}
@@ -141,7 +137,7 @@ def envelope(program: Program, last: tuple[Rewrite, ...] = ()) -> list[Point]:
 
 
 def cheapest(
-    program: Program, points: Sequence[Point], bound: int, last: tuple[Rewrite, ...] = ()
+    program: Program, points: Sequence[Point], bound: int
 ) -> tuple[Program, frozenset[fx.Node]]:
     """The program, and what it keeps, with the fewest FLOPs within a bound on its peak.
 
@@ -158,7 +154,7 @@ def cheapest(
         count = enough - 1
         while failing < count:
             mixed = _mixed(program, groups, count, fewer, more)
-            point = tried(*mixed, last)
+            point = tried(*mixed)
             if point.peak > bound:
                 failing = count
             else:
@@ -248,10 +244,10 @@ def _fingerprint(program: Program) -> str:
     return digest.hexdigest()
 
 
-def _envelope(program: Program, last: tuple[Rewrite, ...]) -> list[Point]:
+def _envelope(program: Program) -> list[Point]:
     operations, problem = problem_of(program)
     choices = [*_heuristic_choices(operations, problem), *_solutions(problem)]
-    points = {tried(program, _results(operations[v] for v in kept), last) for kept in choices}
+    points = {tried(program, _results(operations[v] for v in kept)) for kept in choices}
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (p.peak, p.flops)):
         if not best or point.flops < best[-1].flops:
@@ -283,11 +279,12 @@ def _heuristic_choices(operations: Sequence[fx.Node], problem: Problem) -> Itera
         yield from (sorted(scope_outputs), sorted(scope_outputs | products))
 
 
-def tried(program: Program, kept: frozenset[fx.Node], last: tuple[Rewrite, ...] = ()) -> Point:
-    """The peak and FLOPs of keeping these values."""
+def tried(program: Program, kept: frozenset[fx.Node]) -> Point:
+    """The peak and FLOPs of keeping these values, after the late passes of the program's stack."""
     rewritten = rematerialise(program, kept)
     recomputed = sum(flops(node) * times(node) for node in rewritten.calls if RECOMPUTE.get(node))
-    return Point(peak_of(finished(rewritten, last)), recomputed, kept)
+    _, late = ordered_passes(program.stack)
+    return Point(peak_of(applied(rewritten, late)), recomputed, kept)
 
 
 def _solutions(problem: Problem) -> Iterator[Sequence[int]]:

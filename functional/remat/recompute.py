@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchard.functional.programs.program import Program, Rewrite, Stage, finishing
+from torchard.functional.programs.program import Pass, Program, Rewrite, Stage
 from torchard.functional.programs.tags import LOOP
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.remat.budget import within_budget
@@ -19,24 +19,18 @@ __all__ = ["RECOMPUTE", "Recompute"]
 class Recompute(Rewrite):
     """Applies policies: backward nodes read saved, recomputed or offloaded values.
 
-    `checkpoint` asks for it. It runs after all others, so that policies see collectives and kernels
-    whatever the order of the stack, and before the post-passes, which see recomputed operations too.
+    `checkpoint` asks for it. Policies see collectives and kernels whatever the order of the stack, and
+    the passes that merge and order collectives see recomputed operations too.
     """
 
-    stage = Stage.RECOMPUTE
-
     @property
-    def reads_loops(self) -> bool:
-        return True
-
-    @property
-    def inlines_loops(self) -> bool:
-        return True
+    def passes(self) -> tuple[Pass, ...]:
+        return (Pass(Stage.RECOMPUTE, self, reads_loops=True),)
 
     def __call__(self, program: Program) -> Program:
         if not _alike(program):
             program = unrolled(program)
-        return rematerialise(*within_budget(program, finishing(program.stack)))
+        return rematerialise(*within_budget(program))
 
     def inline(self, program: Program) -> Program:
         """Inside another trace, nodes stay marked until that trace is lowered."""

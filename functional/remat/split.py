@@ -19,14 +19,10 @@ from torchard.functional.programs.loops import handed_on, is_apart
 from torchard.functional.programs.markers import COLLECTORS, item
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import LOOP, RECOMPUTE, RESIDUAL
+from torchard.functional.programs.tags import HALVES, LOOP, RECOMPUTE, RESIDUAL
 from torchard.functional.programs.views import forward_offloads, is_tuple, is_view, needed_by
 
-__all__ = ["HALVES", "JointCut", "Saved", "Split", "halves_of", "spans_of", "split"]
-
-HALVES = "halves"
-"""The key of the fact by which each half knows its Split."""
-
+__all__ = ["JointCut", "Saved", "Split", "halves_of", "spans_of", "split"]
 
 @dataclass(frozen=True)
 class Saved:
@@ -208,7 +204,8 @@ def split(program: Program) -> Split:
     saved, values = _where(residuals, [node for _, node in inputs], cut.outputs)
     forward, backward = _forward(program, cut, values), _backward(program, cut, residuals, nodes)
     both = Split(forward, backward, saved)
-    forward.facts[HALVES] = backward.facts[HALVES] = both
+    for half in (forward, backward):
+        HALVES.set(half.output, both)
     return both
 
 
@@ -276,7 +273,6 @@ def _forward(program: Program, cut: JointCut, values: list[fx.Node]) -> Program:
         inputs=tuple(inputs),
         outputs=(*outputs, *(_residual_leaf(program, node) for node in values)),
         name=f"{program.name}_forward",
-        facts=dict(program.facts),
     )
 
 
@@ -303,6 +299,5 @@ def _backward(
         inputs=tuple(inputs),
         outputs=tuple(leaf for leaf in program.outputs if leaf.role == "gradient"),
         name=f"{program.name}_backward",
-        facts=dict(program.facts),
         constants=(),
     )

@@ -11,6 +11,7 @@ from typing import Any
 from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Bound, Program
 from torchard.functional.programs.records import Work
+from torchard.functional.programs.tags import SCHEDULE
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.remat.liveness import peak_of
 from torchard.functional.reports.draw import draw
@@ -19,10 +20,7 @@ from torchard.functional.reports.residuals import Residuals, residuals_of
 from torchard.functional.reports.text import program_text
 from torchard.functional.reports.work import work_of
 
-__all__ = ["SCHEDULE", "Lowered"]
-
-SCHEDULE = "schedule"
-"""The key of the fact that makes the report of a program's schedule."""
+__all__ = ["Lowered"]
 
 
 @dataclass
@@ -45,7 +43,7 @@ class Lowered(Program):
 
     @staticmethod
     def of(program: Program, joint: Callable[[], Program] | None = None) -> Lowered:
-        """The same program with reports; graph and facts are shared."""
+        """The same program with reports; the graph is shared."""
         shared = {field.name: getattr(program, field.name) for field in fields(Program)}
         return Lowered(**shared, joint=joint)
 
@@ -85,11 +83,11 @@ class Lowered(Program):
         Raises:
             ValueError: the program is not a pipeline.
         """
-        if SCHEDULE not in self.facts:
+        if not SCHEDULE.on(self.output):
             raise ValueError(
                 f"{self.name} is not a pipeline; lower a function that torchard.pipeline returned."
             )
-        return self.facts[SCHEDULE](self)
+        return SCHEDULE.of(self.output)(self)
 
     def __str__(self) -> str:
         return program_text(self)

@@ -113,4 +113,5 @@ def program_text(program: Program) -> str:
         for value, leaf in zip(program.results, program.outputs, strict=True)
     ]
     body = [f"  {line}" for line in heads]
-    return "\n".join([f"def {program.name}:", *body, "  return", *results])
+    unrolled = f"  # unrolled: {program.unrolled}" if program.unrolled else ""
+    return "\n".join([f"def {program.name}:{unrolled}", *body, "  return", *results])

@@ -16,6 +16,7 @@ __all__ = [
     "MICROBATCH",
     "OVER",
     "PART_OF",
+    "PRECEDENCE",
     "RULE",
     "SOFT",
     "TURN",
@@ -51,6 +52,12 @@ SOFT: Tag[bool] = declare(
     written_by="planning/constraints",
     read_by="planning/constraints",
     follows="call",
+)
+PRECEDENCE: Tag[int] = declare(
+    "precedence",
+    "of an input, whether a parameter's or the batch's layout it has, which others follow or yield to",
+    written_by="shard_rewrite",
+    read_by="shard_rewrite",
 )
 PART_OF: Tag[int] = declare(
     "part_of",

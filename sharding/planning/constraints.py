@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from torchard.functional.core.arguments import nearest
+from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.programs.graphs import add_call
-from torchard.functional.programs.tags import NAME, SCOPE, SOURCE, VAL
+from torchard.functional.programs.tags import FRAMES, NAME, SCOPE, SOURCE, VAL
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.tags import SOFT
 from torchard.sharding.manual.varying_axes import varying_in_graph
@@ -22,6 +23,7 @@ from torchard.sharding.values.spec import P, SpecError, layout_of
 
 __all__ = [
     "SpecHint",
+    "check_named",
     "constrain_named",
     "constraint_layouts",
     "constraint_rank",
@@ -66,22 +68,38 @@ def insert_constraint(node: fx.Node, hint: SpecHint, path: str, soft: bool) -> f
     return constrained
 
 
-def constrain_named(graph: fx.Graph, constraints: Sequence[tuple[str, P]]) -> None:
+def constrain_named(
+    graph: fx.Graph, constraints: Sequence[tuple[str, P]], outer: tuple[Frame, ...] = ()
+) -> dict[str, str]:
     """Constrain values by name, given pairs of a pattern over ``scope/name`` and a spec.
 
-    Raises:
-        SpecError: a pattern matches nothing.
+    Args:
+        outer: frames that the graph, the body of a loop, is in.
+
+    Returns:
+        The name of each labelled value by its label, for `check_named`.
     """
+    labels = {node: _label(node, outer) for node in graph.nodes if NAME.on(node)}
     for pattern, spec in constraints:
-        matching = [n for n in graph.nodes if NAME.on(n) and matches(n, pattern)]
-        if not matching:
-            names = sorted({_label(n) for n in graph.nodes if NAME.on(n)})
+        for node, label in labels.items():
+            if _matches(label, NAME.of(node), pattern):
+                with graph.inserting_after(node):
+                    insert_constraint(node, SpecHint(spec), f"constrain_at[{pattern!r}]", soft=False)
+    return {label: NAME.of(node) for node, label in labels.items()}
+
+
+def check_named(constraints: Sequence[tuple[str, P]], labels: Mapping[str, str]) -> None:
+    """Check that each pattern matches a label.
+
+    Raises:
+        SpecError: a pattern matches none.
+    """
+    for pattern, _ in constraints:
+        if not any(_matches(label, name, pattern) for label, name in labels.items()):
+            names = sorted(labels)
             near = f"of {len(names)} labels the nearest are {', '.join(nearest(pattern, names))}"
             hint = near if names else "label one with name(x, ...)"
             raise SpecError(f"constrain_at[{pattern!r}] matches no labelled value; {hint}.")
-        for node in matching:
-            with graph.inserting_after(node):
-                insert_constraint(node, SpecHint(spec), f"constrain_at[{pattern!r}]", soft=False)
 
 
 def constraint_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:
@@ -107,10 +125,15 @@ def where_of(node: fx.Node) -> str:
     return f"constrain at {SOURCE.get(node) or 'an unknown line'}: the value"
 
 
-def _label(node: fx.Node) -> str:
-    scope = SCOPE.get(node)
+def _label(node: fx.Node, outer: tuple[Frame, ...] = ()) -> str:
+    scope = path_of((*outer, *FRAMES.get(node, ()))) if outer else SCOPE.get(node)
     return f"{scope}/{NAME.of(node)}" if scope else str(NAME.of(node))
 
 
 def matches(node: fx.Node, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(_label(node), pattern) or NAME.of(node) == pattern
+    """Whether a pattern matches the label of a node that has one."""
+    return _matches(_label(node), NAME.of(node), pattern)
+
+
+def _matches(label: str, name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(label, pattern) or name == pattern

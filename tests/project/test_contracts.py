@@ -50,7 +50,7 @@ def _probes(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("room", ["functional", "sharding", "kernels"])
 def test_no_contract_is_probed(room: str) -> None:
     declared = _declared()
-    assert {"stage", "finish", "guard", "bytes_of", "rewrites", "donate_argnums"} <= declared
+    assert {"stage", "passes", "guard", "bytes_of", "rewrites", "donate_argnums"} <= declared
     found = [
         (str(path.relative_to(ROOT / room)), name)
         for path in (ROOT / room).rglob("*.py")

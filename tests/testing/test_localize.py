@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchard import Mesh, P, axis_index, checkpoint, fuse, jit, place, psum, shard, shard_map
 from torchard.functional.programs.tags import STEP
 from torchard.testing import localize
-from torchard.transforms import Program, Rewrite, Transformed
+from torchard.transforms import Pass, Program, Rewrite, Stage, Transformed
 
 MESH = Mesh({"dp": 2, "tp": 2}, virtual=True)
 SPECS = (P("dp"), P(None, "tp"), P("tp", None))
@@ -36,10 +36,11 @@ def draw(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
 class MaxForSum(Rewrite):
     """Breaks a sharded plan: its reductions over ranks take the largest value."""
 
-    def __call__(self, program: Program) -> Program:
-        return program
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return (Pass(Stage.SCHEDULE, self, reads_loops=True),)
 
-    def finish(self, program: Program) -> Program:
+    def __call__(self, program: Program) -> Program:
         for node in program.calls:
             step = STEP.get(node)
             if step is not None and step.reduction == "sum":
