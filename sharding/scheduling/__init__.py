@@ -2,8 +2,7 @@
 
 `partition.py` writes a plan into the graph: layouts on nodes, reshard steps between them. An SPMD
 program has global shapes: a step is the identity on global values. Dropping the steps recovers the
-global program (``unpartition``), which is how a shard of a shard becomes one partition with the
-constraints of both, and why planning costs the same for 4 ranks and 4,096.
+global program (``unpartition``), and planning costs the same for 4 ranks and 4,096.
 
 Members of a bucket (`bucket.py`) remain separate, adjacent steps, so that everything that reads SPMD
 programs still works. An all_reduce joins the open bucket of its kind if its operand is ready before

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
+import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -13,9 +16,29 @@ import torch
 from paths import EXAMPLES
 from torch.func import grad, jvp, vmap
 
-from torchard import DerivativeError, Mesh, MeshTensor, P, checkpoint, fuse, jit, shard
+from torchard import (
+    DerivativeError,
+    Mesh,
+    MeshTensor,
+    P,
+    UnrolledLoopWarning,
+    checkpoint,
+    fuse,
+    jit,
+    repeat,
+    shard,
+)
 from torchard.testing import equal
-from torchard.transforms import Program, Rewrite, Transformed, ValueRewrite
+from torchard.transforms import (
+    Pass,
+    Program,
+    Rewrite,
+    Stage,
+    Transformed,
+    ValueRewrite,
+    inherit,
+    op_name,
+)
 
 sys.path.append(str(EXAMPLES))
 
@@ -167,6 +190,78 @@ def test_equal_catches_a_rewrite_that_changes_values() -> None:
     w, x = data()
     with pytest.raises(AssertionError):
         equal(Transformed(loss, [Doubles()]), loss, w, x)
+
+
+class Twice(Rewrite):
+    """Notes what it sees at two stages."""
+
+    def __init__(self, *stages: Stage, reads_loops: bool = True) -> None:
+        self.stages, self.reads_loops = stages, reads_loops
+        self.seen: list[tuple[Stage, list[str]]] = []
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return tuple(Pass(s, partial(self.note, s), self.reads_loops) for s in self.stages)
+
+    def note(self, stage: Stage, program: Program) -> Program:
+        self.seen.append((stage, [op_name(node) for node in program.calls]))
+        return program
+
+    def __call__(self, program: Program) -> Program:
+        return program
+
+
+def test_passes_of_one_rewrite_run_at_their_stages() -> None:
+    """Whatever their order; the late ones see no dead code, and may change their graph."""
+
+
+    class LeavesDeadCode(Rewrite):
+        def __call__(self, program: Program) -> Program:
+            program = program.copy()
+            (node,) = program.calls
+            with program.graph.inserting_after(node):
+                inherit(program.graph.node_copy(node), node)
+            return program
+
+    notes = Twice(Stage.ORDER, Stage.RECOMPUTE, Stage.SCHEDULE)
+    Transformed(lambda x: x.sin(), [notes, LeavesDeadCode()])(T)
+    names = (Stage.RECOMPUTE, 2), (Stage.SCHEDULE, 1), (Stage.ORDER, 1)
+    assert notes.seen == [(stage, ["aten.sin"] * count) for stage, count in names]
+
+    class Cosine(Twice):
+        def note(self, stage: Stage, program: Program) -> Program:
+            program.calls[0].target = torch.ops.aten.cos.default
+            return program
+
+    run = Transformed(lambda x: -x.sin(), [Cosine(Stage.SCHEDULE)])
+    torch.testing.assert_close(run(T), -T.cos())
+    (entry,) = run._entries.values()
+    assert [op_name(node) for node in entry.lowered.base.calls] == ["aten.sin", "aten.neg"]
+
+
+def test_a_pass_says_whether_it_reads_loops() -> None:
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        return repeat(lambda w, x: x @ w, torch.ones(3, 4, 4, dtype=F64), x)
+
+    reads = Twice(Stage.MARK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "unrolled" not in str(Transformed(layers, [reads]).lower(T))
+    assert [names.count("aten.mm") for _, names in reads.seen] == [1]
+    apart = Twice(Stage.MARK, Stage.PLAN, reads_loops=False)
+    run = Transformed(layers, [apart])
+    with pytest.warns(UnrolledLoopWarning) as caught:
+        program = run.lower(T)
+        run.lower(T[:2])
+        grad(lambda x: run(x).sum())(T)
+    (warning,) = caught
+    assert re.search(
+        r"(?s)partial \(stage MARK\) does not read loops, so the 3 iterations of the loop at "
+        r"\S*test_transform.py:\d+ in layers are unrolled.*with reads_loops=True",
+        str(warning.message),
+    )
+    assert str(program).startswith("def layers:  # unrolled: <lambda> × 3, for partial\n")
+    assert apart.seen[0][1].count("aten.mm") == 3
 
 
 def test_what_is_no_rewrite_is_refused() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import optree
 import pytest
 import torch
 from microbatched import BATCH, DERIVED
@@ -189,6 +190,17 @@ def test_gradients_are_added_up_over_dp_once() -> None:
         size = sum(p.numel() for layer in case.args[0]["layers"] for p in layer.values())
         found = [c for c in step.lower(params, *batch).collectives if c.kind != "send"]
         assert [(c.kind, c.axes, c.shape) for c in found] == [("all_reduce", ("dp",), (size // 2,))] * 2
+
+
+def test_a_pipeline_inside_of_a_function_is_put_in_order() -> None:
+    case = model("mlp")
+    mesh = Mesh({"pp": 2}, virtual=True)
+    how = {"stages": "layer/*", "microbatches": 4, "batch": BATCH}
+    step = pipeline(torch.func.grad(case.loss), mesh, "pp", **how)
+    outer = jit(lambda *args: optree.tree_map(lambda g: 2 * g, step(*args)), backend="eager")
+    found, wanted = (f.lower(*case.args).schedule.schedule.ranks for f in (outer, step))
+    assert found == wanted
+    close(outer(*case.args), optree.tree_map(lambda g: 2 * g, torch.func.grad(case.loss)(*case.args)))
 
 
 def test_an_inner_shard_is_planned_inside_the_stages() -> None:

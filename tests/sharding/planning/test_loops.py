@@ -17,6 +17,7 @@ from torchard import (
     Mesh,
     P,
     Schedule,
+    SpecError,
     UnrolledLoopWarning,
     checkpoint,
     fuse,
@@ -215,3 +216,18 @@ def test_a_pattern_that_tells_layers_apart() -> None:
     together = shard(rolled, mesh, constrain_at={"block/*/stream": P(None, "tp")})
     assert has_loops(together.lower(STACKED, BATCH))
     torch.testing.assert_close(together(STACKED, BATCH), listed(PARAMS, BATCH))
+
+
+def test_constraints_inside_of_a_trace_keep_the_loop() -> None:
+    """Their patterns are over all scopes, those around the loop too."""
+    mesh = Mesh({"tp": 2}, virtual=True)
+    run = shard(scope("model")(rolled), mesh, constrain_at={"model/block/*/stream": P(None, "tp")})
+    inside = shard(lambda params, batch: 1.0 * run(params, batch), mesh)
+    programs = [f.lower(STACKED, BATCH) for f in (run, inside)]
+    assert all(map(has_loops, programs))
+    found = [Counter((c.kind, c.shape) for c in program.collectives) for program in programs]
+    assert found[0] == found[1] != Counter()
+    torch.testing.assert_close(inside(STACKED, BATCH), listed(PARAMS, BATCH))
+    missing = shard(rolled, mesh, constrain_at={"nowhere/*": P(None, "tp")})
+    with pytest.raises(SpecError, match=r"'nowhere/\*'.* matches no .*stream"):
+        shard(lambda params, batch: 1.0 * missing(params, batch), mesh).lower(STACKED, BATCH)
