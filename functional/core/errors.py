@@ -244,8 +244,9 @@ class UnrolledLoopWarning(UserWarning):
     True
     >>> print(caught[0].message)
     Shard (stage PLAN) does not read loops, so the 3 iterations of the loop at <doctest
-    UnrolledLoopWarning[1]>:2 in layers are unrolled: each is planned and compiled by itself. constrain_at['block/1/out'] may select some iterations and not others: if all of them
-    may have this spec, write 'block/*/out'; otherwise keep the pattern and ignore this warning.
+        UnrolledLoopWarning[1]>:2 in layers are unrolled: each is planned and compiled by itself.
+        constrain_at['block/1/out'] may select some iterations and not others: if all of them may
+        have this spec, write 'block/*/out'; otherwise keep the pattern and ignore this warning.
     """
 
 

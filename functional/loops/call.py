@@ -106,13 +106,13 @@ def loop_calls(graph: fx.Graph) -> list[fx.Node]:
 
 def unrolled_for(one: Pass, loops: Sequence[fx.Node]) -> str:
     """What a warning says of loops that are unrolled for a pass."""
-    counts: dict[Any, int] = {node: node.target.count for node in loops}  # type: ignore[union-attr]
+    counts = {n: call.count for n in loops if isinstance(call := n.target, LoopCall)}
     longest = max(counts, key=counts.__getitem__)
     others = f" (and those of {len(loops) - 1} more loops)" if len(loops) > 1 else ""
     return (
-        f"{one.name} (stage {one.stage.name}) does not read loops, so the {counts[longest]} iterations of "
-        f"the loop at {SOURCE.get(longest)}{others} are unrolled: each is planned and compiled by itself. "
-        f"{one.remedy}"
+        f"{one.name} (stage {one.stage.name}) does not read loops, so the {counts[longest]} iterations "
+        f"of the loop at {SOURCE.get(longest)}{others} are unrolled: each is planned and compiled by "
+        f"itself. {one.remedy}"
     )
 
 

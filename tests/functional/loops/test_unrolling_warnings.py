@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from torchard import UnrolledLoopWarning, checkpoint, fuse, jit, repeat
+from torchard import (
+    Mesh,
+    UnrolledLoopWarning,
+    accumulate,
+    checkpoint,
+    full,
+    fuse,
+    jit,
+    pipeline,
+    repeat,
+)
 from torchard.functional.programs.unrolled import has_loops
 
 WS, X = torch.linspace(-1, 1, 12).reshape(3, 2, 2), torch.ones(4, 2)
@@ -42,6 +52,19 @@ def test_a_pattern_that_tells_layers_apart_is_named(transform: str, place: str) 
     assert f"{transform}(where='block/1')" in str(warning.message)
     assert "write 'block/*'" in str(warning.message)
     torch.testing.assert_close(value, PLACES[place](layers)(WS, X))
+
+
+def test_microbatches_and_pipelines_unroll_without_a_warning() -> None:
+    """There is nothing that a user could do instead; the program's text says it."""
+    mesh = Mesh({"pp": 1}, virtual=True)
+    runs = {
+        "Accumulate": accumulate(layers, 2, batch=(None, 0)),
+        "Pipeline": pipeline(layers, mesh, "pp", microbatches=2, batch=(None, 0)),
+    }
+    for name, run in runs.items():
+        first = str(run.lower(WS, X)).partition("\n")[0]
+        assert first == f"def layers:  # unrolled: <lambda> × 3, for {name}"
+        torch.testing.assert_close(full(run(WS, X)), layers(WS, X))
 
 
 @pytest.mark.parametrize("transform", WITH_PATTERNS)
