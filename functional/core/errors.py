@@ -243,8 +243,8 @@ class UnrolledLoopWarning(UserWarning):
     >>> caught[0].category is ta.UnrolledLoopWarning
     True
     >>> print(caught[0].message)
-    Shard (stage PLAN) does not read loops, so the 3 iterations of the loop at <doctest
-        UnrolledLoopWarning[1]>:2 in layers are unrolled: each is planned and compiled by itself.
+    Shard (stage PLAN) does not read loops: the 3 iterations of the loop at <doctest
+        UnrolledLoopWarning[1]>:2 in layers are unrolled, each planned and compiled by itself.
         constrain_at['block/1/out'] may select some iterations and not others: if all of them may
         have this spec, write 'block/*/out'; otherwise keep the pattern and ignore this warning.
     """

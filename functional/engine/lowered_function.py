@@ -73,14 +73,14 @@ def _rolled(program: Program, passes: Sequence[Pass]) -> Program:
 
 
 def stack_of(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Rewrite, ...]:
-    """The rewrites and those that are asked for, by these too, unless another covers them."""
+    """The rewrites and those that are requested, by requested ones too, unless another covers them."""
     stack = list(rewrites)
     placed = [leaf.tag.rewrite() for leaf in program.inputs if isinstance(leaf.tag, Placement)]
-    nested = [*rewrites, *program.asks]
-    asked = [other for rewrite in nested for other in rewrite.asks]
-    for other in dict.fromkeys((*program.asks, *placed, *asked)):
+    requested = [*program.asks, *placed, *(other for rewrite in rewrites for other in rewrite.asks)]
+    for other in requested:  # which grows
         if not any(mine.covers(other) for mine in stack):
             stack.append(other)
+            requested += other.asks
     return tuple(stack)
 
 

@@ -26,11 +26,11 @@ from torchard.functional.engine.cache_entry import CacheEntry, environment_of, i
 from torchard.functional.engine.donation import give_up
 from torchard.functional.engine.lowered_function import stack_of
 from torchard.functional.engine.retraces import TraceRecord, retraced
-from torchard.functional.loops.call import is_opaque, loop_calls, unrolled_for
+from torchard.functional.loops.call import is_opaque, loop_calls
 from torchard.functional.loops.rolled import rolled, straight_line
 from torchard.functional.programs.program import Program, Rewrite, ordered_passes
 from torchard.functional.programs.tags import VAL
-from torchard.functional.programs.unrolled import unrolled
+from torchard.functional.programs.unrolled import unrolled, unrolled_for
 from torchard.functional.reports.lowered import Lowered
 from torchard.functional.tracing.autograd_state import autograd_of
 from torchard.functional.tracing.signature import Arguments, Known, paths_of, read
@@ -309,7 +309,6 @@ class Transformed(Wrapper):
             warnings.warn(retraced(self.__name__, list(self._history)), RetraceWarning, 4)
             self._history.clear()
 
-
     def _warn_of_unrolling(self, program: Program, rewrites: Sequence[Rewrite]) -> None:
         """Warn once of a pass that does not read the loops of a program."""
         loops = [] if self._unrolls else loop_calls(program.graph)
@@ -319,7 +318,7 @@ class Transformed(Wrapper):
         unrolling = next((one for one in passes if not one.reads_loops), None)
         self._unrolls = unrolling is not None
         if unrolling is not None and unrolling.remedy:
-            warnings.warn(unrolled_for(unrolling, loops), UnrolledLoopWarning, 4)
+            warnings.warn(unrolled_for(unrolling, loops[0]), UnrolledLoopWarning, 5)
 
 
 def _annotated(program: Program, rewrite: Rewrite) -> Program:

@@ -14,22 +14,13 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.scope_frames import Frame
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.effects.unused_results import runs_body
-from torchard.functional.programs.program import Pass, Program
+from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import FRAMES, SOURCE, VAL
+from torchard.functional.programs.tags import FRAMES, VAL
 from torchard.functional.programs.views import needed_by
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = [
-    "Gives",
-    "LoopCall",
-    "Takes",
-    "as_body",
-    "in_bodies",
-    "is_opaque",
-    "loop_calls",
-    "unrolled_for",
-]
+__all__ = ["Gives", "LoopCall", "Takes", "as_body", "in_bodies", "is_opaque", "loop_calls"]
 
 Takes = Literal["carry", "row", "shared"]
 Gives = Literal["carry", "rows", "total"]
@@ -102,18 +93,6 @@ class LoopCall:
 def loop_calls(graph: fx.Graph) -> list[fx.Node]:
     """The nodes of a graph that are loops."""
     return [node for node in graph.nodes if isinstance(node.target, LoopCall)]
-
-
-def unrolled_for(one: Pass, loops: Sequence[fx.Node]) -> str:
-    """What a warning says of loops that are unrolled for a pass."""
-    counts = {n: call.count for n in loops if isinstance(call := n.target, LoopCall)}
-    longest = max(counts, key=counts.__getitem__)
-    others = f" (and those of {len(loops) - 1} more loops)" if len(loops) > 1 else ""
-    return (
-        f"{one.name} (stage {one.stage.name}) does not read loops, so the {counts[longest]} iterations "
-        f"of the loop at {SOURCE.get(longest)}{others} are unrolled: each is planned and compiled by "
-        f"itself. {one.remedy}"
-    )
 
 
 def in_bodies(

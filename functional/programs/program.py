@@ -231,16 +231,11 @@ class Pass(NamedTuple):
         """What messages call it: its function, or the class of its rewrite."""
         return str(getattr(self.run, "__qualname__", type(self.run).__name__))
 
-    @property
-    def is_late(self) -> bool:
-        """Whether it runs after dead code is removed, on a graph that is its own."""
-        return self.stage > Stage.RECOMPUTE
-
 
 def ordered_passes(stack: Iterable[Rewrite]) -> tuple[list[Pass], list[Pass]]:
     """The passes of a stack in the order in which they run: until dead code is removed, and after."""
     passes = sorted((one for rewrite in stack for one in rewrite.passes), key=lambda one: one.stage)
-    late = [one for one in passes if one.is_late]
+    late = [one for one in passes if one.stage > Stage.RECOMPUTE]
     return passes[: len(passes) - len(late)], late
 
 

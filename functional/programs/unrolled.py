@@ -35,11 +35,12 @@ from torchard.functional.programs.tags import (
     ORIGIN,
     SCOPE,
     SEGMENTS,
+    SOURCE,
     WHY,
 )
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["applied", "has_loops", "pattern_pass", "unrolled"]
+__all__ = ["applied", "has_loops", "pattern_pass", "unrolled", "unrolled_for"]
 
 
 def has_loops(program: Program) -> bool:
@@ -230,6 +231,15 @@ def pattern_pass(
             )
             return Pass(stage, run, False, remedy)
     return Pass(stage, run, True)
+
+
+def unrolled_for(one: Pass, loop: fx.Node) -> str:
+    """The warning that a loop is unrolled for a pass."""
+    count = loop.target.count  # type: ignore[union-attr]  # a LoopCall
+    return (
+        f"{one.name} (stage {one.stage.name}) does not read loops: the {count} iterations of the loop at "
+        f"{SOURCE.get(loop)} are unrolled, each planned and compiled by itself. {one.remedy}"
+    )
 
 
 def applied(program: Program, passes: Iterable[Pass]) -> Program:

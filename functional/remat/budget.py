@@ -118,7 +118,7 @@ def within_budget(program: Program) -> tuple[Program, frozenset[fx.Node]]:
 
 def envelope(program: Program) -> list[Point]:
     """The best ways to run a program with a budget, by rising peak and falling FLOPs."""
-    late = tuple(r for r in program.stack if any(one.is_late for one in r.passes))
+    late = tuple(r for r in program.stack if ordered_passes([r])[1])
     key, nodes = (_fingerprint(program), late), list(program.graph.nodes)
     with _lock:
         known, _ = _envelopes.get(key, (None, None))

@@ -256,7 +256,7 @@ def test_a_pass_says_whether_it_reads_loops() -> None:
         grad(lambda x: run(x).sum())(T)
     (warning,) = caught
     assert re.search(
-        r"(?s)partial \(stage MARK\) does not read loops, so the 3 iterations of the loop at "
+        r"(?s)partial \(stage MARK\) does not read loops: the 3 iterations of the loop at "
         r"\S*test_transform.py:\d+ in layers are unrolled.*with reads_loops=True",
         str(warning.message),
     )
