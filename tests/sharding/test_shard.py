@@ -16,6 +16,7 @@ from torchard import (
     ShapeDtype,
     clip_by_global_norm,
     constrain,
+    full,
     global_norm,
     jit,
     name,
@@ -27,6 +28,9 @@ from torchard import (
     scope,
     shard,
 )
+from torchard.functional.programs.tags import LAYOUT
+from torchard.sharding import shard_rewrite
+from torchard.sharding.planning.plan import choose
 
 MESH = Mesh({"dp": 2, "tp": 3}, virtual=True)
 X = random.normal(random.key(0), (8, 6), dtype=torch.float64)
@@ -395,3 +399,22 @@ def test_one_gradient_of_a_convolution_on_a_rank_without_channels(
         torch.testing.assert_close(have, derived(x, w))
         placed = [place(v, mesh, s) for v, s in zip((x, w), specs, strict=True)]
         torch.testing.assert_close(jit(derived, backend="eager")(*placed).full(), derived(x, w))
+
+
+def test_only_the_outermost_shard_of_a_stack_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others constrain values."""
+    planned: list[Mesh] = []
+
+    def counted(graph: Any, given: Any, mesh: Mesh) -> Any:
+        planned.append(mesh)
+        return choose(graph, given, mesh)
+
+    monkeypatch.setattr(shard_rewrite, "choose", counted)
+    mesh, x = Mesh({"tp": 2}, virtual=True), torch.ones(4, 4)
+    inner = shard(lambda x: name(x.sin(), "hidden") * 2, mesh, constrain_at={"hidden": P("tp")})
+    run = jit(shard(inner, mesh, out_specs=P("tp")), backend="eager")
+    program = run.lower(x)
+    assert planned == [mesh] and not program.collectives
+    (constrained,) = [n for n in program.calls if "sin" in str(n.target)]
+    assert "tp" in LAYOUT.of(constrained).split_axes
+    torch.testing.assert_close(full(run(x)), x.sin() * 2)
