@@ -25,26 +25,10 @@ with needed():
         thread_state,
         told_modes,
     )
-    from torchard.functional.torch_internals.accessors import (
-        autograd,
-        checkpointing,
-        compiler_settings,
-        dcp,
-        fakes,
-        modules,
-        process_groups,
-        schemas,
-        tensors,
-    )
-    from torchard.functional.torch_internals.accessors.autograd import *  # noqa: F403
-    from torchard.functional.torch_internals.accessors.checkpointing import *  # noqa: F403
-    from torchard.functional.torch_internals.accessors.compiler_settings import *  # noqa: F403
-    from torchard.functional.torch_internals.accessors.dcp import *  # noqa: F403
-    from torchard.functional.torch_internals.accessors.fakes import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors import modules, optional, tensors
     from torchard.functional.torch_internals.accessors.modules import *  # noqa: F403
-    from torchard.functional.torch_internals.accessors.process_groups import *  # noqa: F403
-    from torchard.functional.torch_internals.accessors.schemas import *  # noqa: F403
-    from torchard.functional.torch_internals.accessors.tensors import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.optional import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.tensors import *  # noqa: F403  # noqa: F403
     from torchard.functional.torch_internals.compilers import *  # noqa: F403
     from torchard.functional.torch_internals.functorch_levels import *  # noqa: F403
     from torchard.functional.torch_internals.modes import *  # noqa: F403
@@ -54,14 +38,8 @@ with needed():
     from torchard.functional.torch_internals.told_modes import *  # noqa: F403
 
 __all__: list[str] = []
-__all__ += autograd.__all__
-__all__ += checkpointing.__all__
-__all__ += compiler_settings.__all__
-__all__ += dcp.__all__
-__all__ += fakes.__all__
 __all__ += modules.__all__
-__all__ += process_groups.__all__
-__all__ += schemas.__all__
+__all__ += optional.__all__
 __all__ += tensors.__all__
 __all__ += compilers.__all__
 __all__ += functorch_levels.__all__

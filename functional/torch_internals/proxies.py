@@ -36,7 +36,7 @@ from torch.fx.traceback import has_preserved_node_meta
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.torch_internals import zero_tangents
 from torchard.functional.torch_internals.accessors.required import require
-from torchard.functional.torch_internals.accessors.schemas import OpOverload
+from torchard.functional.torch_internals.accessors.tensors import OpOverload
 from torchard.functional.torch_internals.functorch_levels import base_tensor, forward_ad_active
 from torchard.functional.torch_internals.modes import no_modes
 from torchard.functional.torch_internals.operators import aten

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchard.functional.torch_internals.accessors.schemas import schema
+from torchard.functional.torch_internals.accessors.tensors import schema
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["as_tensors"]

@@ -10,7 +10,7 @@ import hashlib
 
 import torch.distributed as dist
 
-from torchard.functional.torch_internals.accessors.process_groups import default_store
+from torchard.functional.torch_internals.accessors.optional import default_store
 from torchard.functional.torch_internals.store import ask
 
 __all__ = ["agreed_choice"]

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchard.functional.core.user_lines import of_error
-from torchard.functional.torch_internals.accessors.process_groups import default_store
+from torchard.functional.torch_internals.accessors.optional import default_store
 
 __all__ = ["LONG", "end_of", "error_text", "key_of", "note_end", "waits_of", "watch"]
 

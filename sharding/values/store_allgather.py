@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchard.functional.torch_internals.accessors.process_groups import default_store
+from torchard.functional.torch_internals.accessors.optional import default_store
 from torchard.functional.torch_internals.store import StoreError, ask
 from torchard.sharding.values.mesh import Mesh
 from torchard.sharding.values.notes import end_of, key_of, note_end

@@ -1,4 +1,4 @@
-"""The tables of an `nn.Module`."""
+"""The tables of an `nn.Module`, autograd's nodes, and the functions of torch.utils.checkpoint."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
+from torch.utils import checkpoint as torchs
 
 from torchard.functional.torch_internals.accessors.required import require
 
 __all__ = [
+    "CHECKPOINT_FUNCTION",
+    "CHECKPOINT_FUNCTIONS",
     "GLOBAL_HOOK_TABLES",
     "HOOK_KEYS",
     "HOOK_TABLES",
@@ -21,14 +25,23 @@ __all__ = [
     "PARAMETERS",
     "READ_BY_MODULES",
     "as_parameters",
+    "autograd_sequence",
     "buffer_table",
     "called_module",
     "check_batch_norm_input",
     "child_table",
     "converted",
+    "current_backward_node",
+    "graph_task",
     "mark_parameter",
+    "profiler_enabled",
+    "registered_formula",
+    "replace_checkpoint_functions",
+    "saved_were_freed",
     "tensor_tables",
 ]
+
+# -- modules ---------------------------------------------------------------------------------------
 
 # Where a module keeps its parameters.
 PARAMETERS = "_parameters"
@@ -117,3 +130,84 @@ def called_module(forward: Any, module_: nn.Module) -> nn.Module:
 def check_batch_norm_input(layer: Any, input: Tensor) -> None:
     """Raise the ValueError of a batch norm whose input has too few or too many dims."""
     layer._check_input_dim(input)
+
+
+# -- autograd's nodes, its running backward, and the profiler --------------------------------------
+
+require(torch._C, "_current_graph_task_id", "_current_autograd_node")
+require(torch._C._autograd, "_get_sequence_nr", "_profiler_enabled")
+require(torch._C._FunctionBase, "_raw_saved_tensors", "_sequence_nr")
+
+# Whether a profiler records this thread, checked at every call; torch has no public interface for it.
+profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+def saved_were_freed(ctx: Any) -> bool:
+    """Whether a Function's saved tensors were freed; reading the tensors would run hooks."""
+    try:
+        ctx._raw_saved_tensors  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
+
+
+def graph_task() -> int:
+    """The id of the backward pass running in this thread; -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
+def autograd_sequence() -> int:
+    """The number of the next autograd node, which links a backward to the line of its forward."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def current_backward_node() -> int | None:
+    """The number of the autograd node whose backward is running; None if none is."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def registered_formula(node: Any) -> tuple[Any, Any] | None:
+    """The backward and setup_context that torch.library.register_autograd registered, from a node.
+
+    torch keeps them in the closure of a generated class, which only autograd nodes refer to. If another
+    version keeps them elsewhere, the operator is called as torch calls it.
+    """
+    generated: Any = getattr(type(node), "_forward_cls", None)
+    if not getattr(generated, "__name__", "").startswith("GeneratedBackwardFor"):
+        return None
+    todo: list[Any] = [generated.backward]
+    while todo:
+        for cell in getattr(todo.pop(), "__closure__", None) or ():
+            held = cell.cell_contents
+            if hasattr(held, "_backward_fn") and hasattr(held, "_setup_context_fn"):
+                return held._backward_fn, held._setup_context_fn
+            todo.append(held)  # a function for lists wraps another
+    return None
+
+
+# -- torch.utils.checkpoint ------------------------------------------------------------------------
+# No public interface tells that a checkpoint begins: saved-tensor hooks see saved tensors, not the call.
+
+# For use_reentrant=True: an autograd Function.
+CHECKPOINT_FUNCTION = "CheckpointFunction"
+# For use_reentrant=False: generator functions; torch calls the function at their yield. From 2.15 on
+# torch calls the second; the first remains for other callers.
+_GENERATORS = (
+    "_checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl",
+)
+# torch's own, by name. Where a version has other names, these run unchanged: a call is not a segment,
+# and under a gradient inside a trace it raises an error that says to use torchard.checkpoint.
+CHECKPOINT_FUNCTIONS: dict[str, Any] = {
+    name: getattr(torchs, name)
+    for name in (CHECKPOINT_FUNCTION, *_GENERATORS)
+    if hasattr(torchs, name)
+}
+
+
+def replace_checkpoint_functions(functions: dict[str, Any]) -> None:
+    """Replace torch's functions of these names, process-wide."""
+    for name, function in functions.items():
+        setattr(torchs, name, function)

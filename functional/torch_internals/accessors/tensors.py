@@ -1,23 +1,40 @@
-"""Storages and version counters of tensors, and a compiled check of what they are."""
+"""Tensors, fake tensors, and the operators that are called with them."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table as DECOMPOSITION_TABLE
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchard.functional.torch_internals.accessors.required import require
 
 __all__ = [
+    "DECOMPOSITION_TABLE",
     "VERSION",
+    "OpOverload",
+    "OpOverloadPacket",
+    "bound_fake_cache",
     "check_like",
+    "direct",
     "empty_cpu",
+    "fake_errors_unlogged",
     "in_memory_of",
     "is_legacy_batched",
+    "is_mutable",
     "is_view",
+    "overload",
+    "qualified_name",
+    "schema",
+    "schema_or_none",
     "storage_id",
     "storage_number",
     "storage_uses",
@@ -25,6 +42,8 @@ __all__ = [
     "valueless",
     "version",
 ]
+
+# -- tensors ---------------------------------------------------------------------------------------
 
 require(torch.Tensor, "_is_view", "_make_wrapper_subclass", "_version")
 require(torch.UntypedStorage, "_cdata")
@@ -135,3 +154,89 @@ def _in_memory_of(
 in_memory_of: Callable[..., torch.Tensor] = getattr(
     torch._C._dynamo.guards, "_reinterpret_tensor", _in_memory_of
 )
+
+
+# -- fake tensors ----------------------------------------------------------------------------------
+
+# Of results of fake operations, a cache that torch never bounds. They take about 2 KiB each; a trace of a
+# layer with its gradient adds some sixty for each new shape.
+_MOST_CACHED = 16384
+
+
+def bound_fake_cache() -> None:
+    """Empty the cache if it is large.
+
+    Torch has no public function for it. Where another version has none at all, the cache stays as it is:
+    long runs over many shapes then grow.
+    """
+    cache = getattr(FakeTensorMode, "cache", ())
+    clear = getattr(FakeTensorMode, "cache_clear", None)
+    if len(cache) > _MOST_CACHED and clear is not None:
+        clear()
+
+
+_unlogged = threading.local()
+
+
+@contextlib.contextmanager
+def fake_errors_unlogged() -> Iterator[None]:
+    """A context in which this thread does not log errors of operations on fake tensors.
+
+    Torch logs them with its own traceback, and raises them too. Other threads log as before.
+    """
+    before = getattr(_unlogged, "on", False)
+    _unlogged.on = True
+    try:
+        yield
+    finally:
+        _unlogged.on = before
+
+
+# Once and for all, as other threads read the logger's filters at any time.
+logging.getLogger(FakeTensorMode.__module__).addFilter(
+    lambda record: not (record.exc_info and getattr(_unlogged, "on", False))
+)
+
+
+# -- operators: classes, schemas, decompositions ---------------------------------------------------
+
+_ADD = torch.ops.aten.add
+require(_ADD.Tensor, "_schema", "_op")
+require(_ADD.Tensor._schema, "name", "arguments", "returns", "is_mutable")
+require(_ADD, "_qualified_op_name")
+require(torch._C, "_jit_resolve_packet")
+
+# The schema of an operator: names and types of arguments and results, and which are written. Not public.
+# The table of decompositions is effectively public: torch.export's documentation refers to it.
+schema: Callable[[OpOverload], Any] = attrgetter("_schema")
+
+
+def schema_or_none(target: Any) -> Any:
+    """The schema of a node's target; None if it is no operator."""
+    return getattr(target, "_schema", None)
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether a target is an operator that writes to an argument."""
+    op_schema = schema_or_none(target)
+    return op_schema is not None and bool(op_schema.is_mutable)
+
+
+def direct(target: Any) -> Any:
+    """An operator without its Python wrapper, which costs a tenth of a microsecond per call."""
+    return target._op if isinstance(target, OpOverload) else target
+
+
+def qualified_name(op: OpOverload | OpOverloadPacket) -> str:
+    """The qualified name, ``space::name``; packets have none publicly."""
+    return op._qualified_op_name if isinstance(op, OpOverloadPacket) else op.name()
+
+
+def overload(op: Any, args: Any, kwargs: Any) -> Any:
+    """The overload that torch selects for these arguments, without calling it."""
+    if not isinstance(op, OpOverloadPacket):
+        return op
+    names = op.overloads()
+    if len(names) > 1:
+        names = [torch._C._jit_resolve_packet(op._qualified_op_name, *args, **kwargs)]
+    return getattr(op, names[0])
