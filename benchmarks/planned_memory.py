@@ -6,7 +6,7 @@
 
 Every planned program is compared with the same program in allocated memory, bit for bit, before anything
 is measured. ``blocks`` needs no run, except for Inductor: its peaks are those of the profiler's memory
-events within a call, arguments not counted.
+events within steady steps, beyond the arguments, with and without donation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import gc
 import math
 import os
 import sys
@@ -23,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,6 @@ from torchard import (
     shard,
     tree,
 )
-from torchard.functional.memory.compiled_code import CompiledPlan
-from torchard.functional.memory.packing import Packing
-from torchard.functional.torch_internals import memory_planned_by_inductor
 
 KB = 1024
 Loss = Callable[[Any, Tensor], Tensor]
@@ -67,8 +64,8 @@ class Step:
     fn: Callable[..., Any]
     values: tuple[Any, ...]
 
-    def jitted(self, **options: Any) -> Any:
-        return jit(self.fn, donate_argnums=(0, 1), **options)
+    def jitted(self, donates: bool = True, **options: Any) -> Any:
+        return jit(self.fn, donate_argnums=(0, 1) if donates else (), **options)
 
     def copies(self) -> tuple[Any, ...]:
         """Parameters and state that may be donated, and the batch."""
@@ -194,7 +191,7 @@ def running(step: Step, **options: Any) -> Callable[[], Any]:
 def blocks(steps: list[Step], compiled: bool) -> str:
     """Peaks, blocks, and what allocators need."""
     head = ["program", "peak", "planned", "block", "bound", "block:bound", "caching", "in use"]
-    rows = [[*head, *(["Inductor", "its pools", "planned", "block:bound"] if compiled else [])]]
+    rows = [[*head, *(["Inductor", "donated"] if compiled else [])]]
     for step in [*steps, *sharded(steps[0])]:
         memory = step.jitted(backend="eager").lower(*step.values).memory
         cells = [memory.peak, memory.planned, memory.block, memory.bound]
@@ -207,26 +204,25 @@ def blocks(steps: list[Step], compiled: bool) -> str:
 
 
 def inductor(step: Step) -> list[str]:
-    """What Inductor's code allocates: as it is, by Inductor's own planning, and in planned memory.
+    """The most that Inductor's code holds beyond the arguments, without donation and with it."""
+    return [mb(steady_peak(step, donates)) for donates in (False, True)]
 
-    The last is what a steady call allocates, with the block beside it.
+
+def steady_peak(step: Step, donates: bool) -> int:
+    """The peak within steady steps, beyond what is held between them.
+
+    The profiler does not see what was allocated before it began being freed, so there is a step for that.
     """
-    own, _ = steady_peak(step)
-    with memory_planned_by_inductor():
-        pools, _ = steady_peak(step)
-    planned, plans = steady_peak(step, memory="planned")
-    block, bound = (sum(sizes) for sizes in zip(*[(p.size, p.bound) for p in plans], strict=True))
-    return [mb(own), mb(pools), mb(planned + block), f"{block / bound:.4f}"]
-
-
-def steady_peak(step: Step, **options: Any) -> tuple[int, list[Packing]]:
-    """The peak of what a later call of a compiled step allocates, and the packings made for it."""
-    before = {id(each) for each in gc.get_objects() if type(each) is CompiledPlan}
-    call = running(step, **options)
-    for _ in range(4):  # until results find memory of earlier steps
+    call = running(step, donates=donates)
+    for _ in range(3):
         call()
-    made = [each for each in gc.get_objects() if type(each) is CompiledPlan]
-    return allocated_within(call)[0], [each.packing for each in made if id(each) not in before]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        for _ in range(3):
+            call()
+    assert recorded.profiler is not None
+    events = recorded.profiler.kineto_results.events()
+    held = list(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    return max(held) - held[-1]
 
 
 def sharded(step: Step) -> Iterator[Step]:
@@ -244,8 +240,8 @@ def mb(size: int) -> str:
 def per_step(steps: list[Step], compiled: bool) -> str:
     """Allocations of a steady step, and the operations that allocate."""
     ways: list[dict[str, Any]] = [{"backend": "eager"}, {"backend": "eager", "memory": "planned"}]
-    ways += [{}, {"memory": "planned"}] if compiled else []
-    rows = [["allocations > 1 kB per step", "eager", "planned", "Inductor", "planned"][: len(ways) + 1]]
+    ways += [{}] if compiled else []
+    rows = [["allocations > 1 kB per step", "eager", "planned", "Inductor"][: len(ways) + 1]]
     notes = []
     for step in steps:
         row = [step.name]
@@ -257,7 +253,7 @@ def per_step(steps: list[Step], compiled: bool) -> str:
             row.append(str(count))
             if options.get("memory"):
                 named = ", ".join(f"{n} × {name}" for name, n in within.most_common())
-                notes.append(f"{step.name}, {options.get('backend', 'Inductor')}: {named or 'none'}")
+                notes.append(f"{step.name}: {named or 'none'}")
         rows.append(row)
     notes.insert(0, "in planned memory, within operations of torch that allocate results or temporaries:")
     return "\n".join([aligned(rows), *notes])
@@ -277,20 +273,20 @@ def check(step: Step) -> None:
 
 
 def times(steps: list[Step], compiled: bool, rounds: int) -> str:
-    """Steps in turns; the ratio is allocated to planned: above 1, planned memory is faster.
+    """Steps in turns; above 1, planned memory is faster, and for Inductor donation.
 
     A turn is a few steps of a training loop, so that most follow a step of the same program.
     """
     rows = [["ms per step", "eager", "planned", "ratio (quartiles)"]]
-    rows[0] += ["Inductor", "planned", "ratio (quartiles)"] if compiled else []
+    rows[0] += ["Inductor", "donated", "ratio (quartiles)"] if compiled else []
     for step in steps:
         row = [step.name]
-        for backend in ["eager", "inductor"][: 1 + compiled]:
-            memories = "allocated", "planned"
-            calls = [running(step, backend=backend, memory=memory) for memory in memories]
+        eager = [{"backend": "eager", "memory": memory} for memory in ("allocated", "planned")]
+        for ways in [eager, [{"donates": donates} for donates in (False, True)]][: 1 + compiled]:
+            calls = [running(step, **options) for options in ways]
             count = _steps_per_turn(calls[0])
             turns = [functools.partial(_repeated, call, count) for call in calls]
-            one, two = in_turns([Rival(m, t, list) for m, t in zip(memories, turns, strict=True)], rounds)
+            one, two = in_turns([Rival(str(i), turn, list) for i, turn in enumerate(turns)], rounds)
             low, high = one.quartiles_of_times(two)
             row += [f"{1e3 * each.median / count:.2f}" for each in (one, two)]
             row.append(f"{one.times(two):.3f} ({low:.2f}-{high:.2f})")

@@ -17,7 +17,7 @@ from torchard.functional.compiling.compile_once import compiled_once
 from torchard.functional.compiling.compile_progress import CompileProgress
 from torchard.functional.compiling.compiler_repairs import REPAIRS, has_half_precision
 from torchard.functional.compiling.faulty_lowerings import call_torch
-from torchard.functional.compiling.region_donation import donated_operands
+from torchard.functional.compiling.region_donation import donated_operands, own
 from torchard.functional.compiling.regions import by_regions
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
@@ -28,7 +28,6 @@ from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.binding import Compiling
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.failures import compiled_failed
-from torchard.functional.memory.compiled_code import PlannedCompiled, allocate, own
 from torchard.functional.memory.planned import Planned, PlannedHalves
 from torchard.functional.programs.program import Bound, Pass, Program, Rewrite, Stage
 from torchard.functional.programs.records import Record
@@ -60,21 +59,22 @@ def jit(
         fn: a pure function of pytrees.
         backend: any backend of `torch.compile`; ``"eager"`` runs generated straight-line Python.
         donate_argnums: positions of arguments whose memory the call may reuse. Using such a tensor
-            afterwards raises DonatedError.
-        memory: ``"allocated"`` asks the allocator for each value; ``"planned"`` gives each one a place in
-            memory that is reserved once (functional/memory). Results are always in memory of their own;
-            those of a step that donates its arguments take theirs. Values are the same bit for bit, but
-            for products within a merged collective, which may round otherwise if not aligned. Inductor's
-            code, on a CPU, is observed in its second call; then its intermediates have places, too.
+            afterwards raises DonatedError. Inductor's kernels write results over them; one whose memory
+            something else holds is copied first.
+        memory: ``"allocated"`` asks the allocator for each value; ``"planned"``, of the backend
+            ``"eager"``, gives each one a place in memory that is reserved once (functional/memory).
+            Results are always in memory of their own; those of a step that donates its arguments take
+            theirs. Values are the same bit for bit, but for products within a merged collective, which
+            may round otherwise if not aligned.
 
     Returns:
         A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``. Tensors and
         floats are traced; shapes, dtypes, devices, strides and all other arguments make up the signature.
 
     Raises:
-        ValueError: the backend does not exist, ``memory`` is neither of the two, a position is negative,
-            or the call has no positional argument there. The first and the last are raised when the
-            function is called.
+        ValueError: the backend does not exist, ``memory`` is neither of the two or planned of a compiler,
+            a position is negative, or the call has no positional argument there. The first and the last
+            are raised when the function is called.
 
     >>> import torch, torchard as ta
     >>> traced = []
@@ -89,6 +89,11 @@ def jit(
     """
     if memory not in ("allocated", "planned"):
         raise ValueError(f'jit(memory={memory!r}): pass "allocated" or "planned".')
+    if memory == "planned" and backend != "eager":
+        raise ValueError(
+            f'jit(memory="planned", backend={backend!r}): compiled code allocates by itself. '
+            'Pass backend="eager" for planned memory, or leave memory out; donate_argnums is for both.'
+        )
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if any(n < 0 for n in numbers):
         raise ValueError(
@@ -139,16 +144,15 @@ class Compile(Rewrite):
         )
         if self.backend == "eager" and not self.planned:
             return generated
-        if self.backend == "eager" and program.runtime is None:
+        if self.planned and program.runtime is None:
             return self._planned(program.copy().graph, generated, program)
         module = _flat_module(program)
         if module is None:
             return generated
-        if self.backend == "eager":
+        if self.planned:
             run = self._planned(module.graph, generated, program)
         else:
             run = self._compiled(module, generated, program)
-            run = PlannedCompiled(run) if self.planned else run
         return run if program.runtime is None else program.runtime.guard(program, run, module.graph)
 
     def _planned(self, graph: fx.Graph, generated: Bound, program: Program) -> Bound:
@@ -176,9 +180,10 @@ class Compile(Rewrite):
         def region(graph: fx.Graph) -> Bound:
             insert_barriers(graph)
             part = fx.GraphModule(torch.nn.Module(), graph)
-            return _Compiled(part, compiled(graph, program.name), self.backend, progress, self.planned)
+            return _Compiled(part, compiled(graph, program.name), self.backend, progress)
 
-        whole_step = self.planned and not HALVES.on(program.output)
+        # Arguments of a forward are residuals, too.
+        whole_step = self.backend == "inductor" and not HALVES.on(program.output)
         donated = donated_parts(program, self.donate_argnums) if whole_step else []
         outer = by_regions(module.graph, region)
         if outer is not None:
@@ -188,9 +193,7 @@ class Compile(Rewrite):
             return _Regions(compiled(outer, program.name), generated)
         insert_barriers(module.graph)
         module.recompile()
-        whole = _Compiled(
-            module, generated, self.backend, progress, self.planned, program.collectives
-        )
+        whole = _Compiled(module, generated, self.backend, progress, program.collectives)
         whole.donated = donated
         return whole
 
@@ -237,7 +240,6 @@ class _Compiled(Compiling):
         generated: Bound,
         backend: str,
         progress: CompileProgress,
-        planned: bool,
         collectives: Sequence[Record] = (),
     ) -> None:
         self.module = module
@@ -246,7 +248,6 @@ class _Compiled(Compiling):
         self.name = self.__name__ = progress.name
         self.progress = progress
         progress.total += 1
-        self.planned = planned
         self.collectives = collectives
         # The compiled code, and the positions of inputs that it writes over.
         self.by_key: dict[Any, tuple[Callable[..., Any], list[int]]] = {}
@@ -295,9 +296,6 @@ class _Compiled(Compiling):
             warnings.simplefilter("ignore")
             # A copy of one that is not dense has other strides.
             donated = [i for i in self.donated if is_dense(parts[i])]
-            take = allocate if self.planned else None
             halves = has_half_precision(module.graph, parts)
-            run = internals.compile_graph(
-                module, parts, self.backend, REPAIRS, take, donated, halves
-            )
+            run = internals.compile_graph(module, parts, self.backend, REPAIRS, donated, halves)
             return run, donated

@@ -6,7 +6,6 @@ whose buffers have sizes and lifetimes (lifetimes.py), and some take the memory 
 They are packed into one block (packing.py), and the tape becomes straight-line code whose operands are
 tensors in that block, views included (planned_code.py).
 Blocks belong to the arena of the process, which lends them to one call at a time (arena.py).
-Of compiled code one call is observed, and what it allocates is packed likewise (compiled_code.py).
 
 What a caller can hold is never in a block: results, what they alias, and inputs.
 """

@@ -22,10 +22,10 @@ from torchard.functional.memory.destinations import ALLOCATIONS
 from torchard.functional.memory.tape import Step, Tape, part_of
 from torchard.functional.torch_internals.operators import COLLECTIVES, c10d
 
-__all__ = ["KEEP_NOTHING", "Buffer", "Lifetimes", "held"]
+__all__ = ["Buffer", "Lifetimes", "held"]
 
 # Operators of these namespaces keep none of their operands.
-KEEP_NOTHING = ("aten", "prims", "torchard", "inductor")
+_KEEP_NOTHING = ("aten", "prims", "torchard", "inductor")
 
 
 @dataclass(eq=False, slots=True)
@@ -139,7 +139,7 @@ class Lifetimes:
 
 def _is_known(function: Any) -> bool:
     # A collective keeps its operands until it is awaited.
-    known = (*KEEP_NOTHING, COLLECTIVES)
+    known = (*_KEEP_NOTHING, COLLECTIVES)
     return function is part_of or getattr(function, "namespace", "") in known
 
 

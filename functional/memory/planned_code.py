@@ -23,7 +23,7 @@ from torchard.functional.memory.lifetimes import Buffer, Lifetimes
 from torchard.functional.memory.tape import Step, Tape, part_of
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
-__all__ = ["PlannedCode", "Poison", "is_poisoned", "placed", "poisoned"]
+__all__ = ["PlannedCode", "is_poisoned", "poisoned"]
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class PlannedCode:
             values = self._constants(block)
         names.update({self.constants[key]: value for key, value in values.items()})
         if self.poisoned:
-            names["poison"] = Poison(
+            names["poison"] = _Poison(
                 (buffer.end, block[buffer.device][start : start + buffer.nbytes])
                 for buffer, start in self.offsets.items()
             )
@@ -111,7 +111,7 @@ class PlannedCode:
         """The tensor for an allocation."""
         start = self.offsets[self.lifetimes.of(like)]
         memory = block[start : start + like.untyped_storage().nbytes()]
-        return placed(memory, like.shape, like.stride(), like.dtype)
+        return _place(memory, like.shape, like.stride(), like.dtype)
 
     def _is_allocation(self, step: Step) -> bool:
         return self.lifetimes.of(step.tensors[0]).maker is step
@@ -213,7 +213,7 @@ class PlannedCode:
         return text_of(value, self._text, self.names)
 
 
-def placed(
+def _place(
     memory: torch.Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """A tensor in bytes of a block, in a storage of its own.
@@ -225,7 +225,7 @@ def placed(
     return from_dlpack(memory).view(dtype).as_strided(shape, strides)
 
 
-class Poison:
+class _Poison:
     """Overwrites memory that nothing uses after a step.
 
     Args:
@@ -240,11 +240,6 @@ class Poison:
     def __call__(self, at: int) -> None:
         for memory in self.dead.get(at, ()):
             memory.fill_(_POISON)
-
-    def all(self) -> None:
-        """Overwrite all of it."""
-        for at in self.dead:
-            self(at)
 
 
 # Bytes of it are NaN in every floating dtype.

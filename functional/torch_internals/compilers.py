@@ -29,16 +29,12 @@ __all__ = ["compile_graph", "outside_of_compile", "resolved", "uncompiled"]
 Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Passes = Sequence[Callable[[fx.Graph], None]]
 
-# How Inductor's code for a CPU calls what allocates a tensor (torch 2.13).
-_ALLOCATES = "empty_strided_cpu"
-
 
 def compile_graph(
     module: fx.GraphModule,
     inputs: Sequence[torch.Tensor],
     backend: str,
     repairs: Passes,
-    allocate: Callable[..., torch.Tensor] | None = None,
     donated: Sequence[int] = (),
     rounding: bool = False,
 ) -> Compiled:
@@ -50,8 +46,6 @@ def compile_graph(
 
     Args:
         repairs: passes over the graph that Inductor lowers.
-        allocate: a function of shape, strides and dtype from which Inductor's code gets memory on a CPU.
-            Where a version of torch writes other code, the code allocates by itself.
         donated: the positions of inputs whose memory Inductor's code may write results to.
         rounding: whether Inductor's kernels round to half precision wherever eager does. Without, they
             round what they store, and `x.bfloat16().float()` is `x` within a kernel (torch 2.13).
@@ -59,27 +53,8 @@ def compile_graph(
     with one_at_a_time, thread_state_kept(), first_calls_are_plain():
         if backend != "inductor":
             return _by_backend(module, resolved(inputs), backend)
-        placing = _allocating_by(allocate) if allocate else contextlib.nullcontext()
-        with placing, _repaired(repairs, rounding):
+        with _repaired(repairs, rounding):
             return _by_inductor(module, resolved(inputs), donated)
-
-
-@contextlib.contextmanager
-def _allocating_by(allocate: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """A context in which the code that Inductor makes gets memory from a function.
-
-    Its code calls a function by a name of its module. Inductor's own planning (`memory_planning`) is not
-    used: its pools are larger than what its code needs without, and take time at every call (2.13).
-    """
-    with needed():
-        from torch._inductor.codecache import PyCodeCache
-
-    modules: list[Any] = getattr(PyCodeCache, "modules", [])
-    before = len(modules)
-    yield
-    for made in modules[before:]:
-        if hasattr(made, _ALLOCATES):
-            setattr(made, _ALLOCATES, allocate)
 
 
 # Inductor's folding of constants takes x * 0 for 0, also where x is infinite or NaN (2.13).

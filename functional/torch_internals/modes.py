@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from types import (
     BuiltinFunctionType,
     FrameType,
@@ -31,15 +31,12 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_leaves
 
 from torchard.functional.torch_internals.accessors.required import require
 
 __all__ = [
     "TorchDispatchMode",
-    "Watching",
     "autocast_off",
     "autocast_on",
     "default_device",
@@ -153,33 +150,9 @@ _TORCHS = {id(function) for named in _NAMED.values() for function in named.value
 
 # What a mode excludes while it handles an operator, whose kernel may conjugate and multiply: without
 # these keys the product takes conjugated values as they are in memory (torch 2.13).
-_LAZY = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
-
-
-class Watching(TorchDispatchMode):
-    """A mode that is told of operators and their operands, and changes nothing.
-
-    Programs run under it as they do without: it counts as no mode.
-    """
-
-    def __init__(self, seen: Callable[[Any, Sequence[torch.Tensor]], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = seen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = tree_leaves((args, kwargs))
-        self.seen(func, [value for value in values if isinstance(value, torch.Tensor)])
-        with contextlib.ExitStack() as stack:
-            for key in _LAZY:
-                stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
-            return func(*args, **(kwargs or {}))
-
-
 def has_modes() -> bool:
     """Whether a dispatch mode (a tracer, a fake mode) is active."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    return any(not isinstance(mode, Watching) for mode in _get_current_dispatch_mode_stack())
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def dispatch_is_excluded() -> bool:

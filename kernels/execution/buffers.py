@@ -2,7 +2,7 @@
 
 The first access to each page of a new allocation is a fault, and faults take longer than most kernels. So
 memory that is no longer referenced is reused, as torch's allocator does on a GPU, and new memory is in
-huge pages (functional/memory/pool.py).
+huge pages (pool.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchard.functional.memory.pool import Pool, machine_memory
+from torchard.kernels.execution.pool import Pool, machine_memory
 
 __all__ = ["Buffers", "is_large", "release"]
 

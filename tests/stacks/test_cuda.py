@@ -66,7 +66,7 @@ def distance(values: Any, exact: Any) -> float:
 STACKS: dict[str, Callable[[Fn], Fn]] = {
     "jit": jit,
     "jit, eager": lambda fn: jit(fn, backend="eager"),
-    "jit, planned memory": lambda fn: jit(fn, memory="planned"),
+    "jit, planned memory": lambda fn: jit(fn, backend="eager", memory="planned"),
     "fuse": fuse,
     "jit(fuse)": lambda fn: jit(fuse(fn)),
     "checkpoint": checkpoint,

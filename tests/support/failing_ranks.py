@@ -93,8 +93,8 @@ def calls(mesh: Mesh, rank: int) -> dict[str, Call]:
         left[0], late[0] = compiled, seconds if odd else 0.0
         return fn()
 
-    def compiled(x: Any = x, memory: Any = "allocated", times: float = 8.0) -> Any:
-        return jit(shard(lambda x: (x * times).sum(), mesh), backend="odd", memory=memory)(x)
+    def compiled(x: Any = x, times: float = 8.0) -> Any:
+        return jit(shard(lambda x: (x * times).sum(), mesh), backend="odd")(x)
 
     def gradient(fn: Any) -> Any:
         return torch.func.grad(jit(shard(fn, mesh), backend="odd"))(x)
@@ -113,7 +113,6 @@ def calls(mesh: Mesh, rank: int) -> dict[str, Call]:
 
     return {
         "compiler": lambda: compiling(compiled),
-        "planned": lambda: compiling(lambda: compiled(memory="planned", times=9.0)),
         "late compiler": lambda: compiling(lambda: compiled(times=10.0), seconds=1.5),
         "compiler of a forward": lambda: compiling(lambda: gradient(lambda x: x.sin().sum())),
         "compiler of a backward": lambda: compiling(lambda: gradient(lambda x: x.cos().sum()), 1),

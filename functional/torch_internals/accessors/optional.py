@@ -18,7 +18,6 @@ __all__ = [
     "backend_of",
     "compile_in_this_process",
     "default_store",
-    "memory_planned_by_inductor",
     "set_timeout",
     "storage_info",
     "timeout_of",
@@ -95,14 +94,4 @@ def activation_memory_budget(fraction: float) -> AbstractContextManager[None]:
 
         require(config, "activation_memory_budget")
     patched: AbstractContextManager[None] = config.patch(activation_memory_budget=fraction)
-    return patched
-
-
-def memory_planned_by_inductor() -> AbstractContextManager[None]:
-    """A context in which Inductor's code has pools of its own planning, which benchmarks compare with."""
-    with needed():
-        from torch._inductor import config
-
-        require(config, "memory_planning")
-    patched: AbstractContextManager[None] = config.patch(memory_planning=True)
     return patched

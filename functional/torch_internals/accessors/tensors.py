@@ -25,7 +25,6 @@ __all__ = [
     "bound_fake_cache",
     "check_like",
     "direct",
-    "empty_cpu",
     "fake_errors_unlogged",
     "in_memory_of",
     "is_legacy_batched",
@@ -127,19 +126,6 @@ def _unknown(number: int) -> float:
 
 # The reference count of the storage of a number, the object that the number is of included.
 storage_uses: Callable[[int], float] = getattr(torch._C, "_storage_Use_Count", _unknown)
-
-
-def _empty_cpu(
-    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-
-
-# An uninitialised tensor on the CPU, as Inductor's code makes it: in a third of the time of the public
-# function.
-empty_cpu: Callable[..., torch.Tensor] = getattr(
-    torch._C._dynamo.guards, "_empty_strided_cpu", _empty_cpu
-)
 
 
 def _in_memory_of(

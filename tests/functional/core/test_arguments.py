@@ -388,6 +388,7 @@ def test_wrong_arguments_are_refused_by_name(
         (lambda: ta.shard(double, MESH, schedule=3), "a Schedule, as in Schedule(prefetch=2)"),
         (lambda: ta.name(3, "a"), "value must be a tensor"),
         (lambda: ta.jit(double, donate_argnums="a"), "donate_argnums is 'a'"),
+        (lambda: ta.jit(double, memory="planned"), 'Pass backend="eager" for planned memory'),
         (lambda: ta.jit(double, donate_argnums=-1), "count from 0"),
         (lambda: ta.jit(double, backend="eager", donate_argnums=3)(X), "called with 1 positional"),
         (lambda: ta.jit(double, backend="eager", donate_argnums=(0, 1))(X), "donate_argnums=1"),

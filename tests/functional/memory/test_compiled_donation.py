@@ -1,13 +1,12 @@
-"""Donation to compiled programs in planned memory: results are written over arguments, and nothing else.
+"""Donation to compiled programs: results are written over arguments, and nothing else.
 
-Inductor's code writes over an argument where a fused kernel is the last to read it. Memory that is not in
-use is overwritten with NaN before it is used again, in every test.
+Inductor's code writes over an argument where a fused kernel is the last to read it.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,19 +21,12 @@ from planned import HOLDERS, cloned, same, tensor_of
 from torch import Tensor
 
 from torchard import DonatedError, jit
-from torchard.functional.memory.planned_code import poisoned
 from torchard.functional.torch_internals import donated_buffers
 from torchard.testing.strategies import RandomProgram, programs
 
 
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    with poisoned():
-        yield
-
-
 def donating(fn: Callable[..., Any], *numbers: int) -> Any:
-    return jit(fn, memory="planned", donate_argnums=numbers or 0)
+    return jit(fn, donate_argnums=numbers or 0)
 
 
 def update(w: Tensor, g: Tensor) -> Tensor:
@@ -83,7 +75,7 @@ def test_layouts_of_arguments(layout: str) -> None:
 
 
 def test_a_result_that_cannot_be_written_over_its_argument() -> None:
-    """A reduction of all of it, then a product: later results find memory of earlier ones."""
+    """A reduction of all of it, then a product."""
 
     def f(w: Tensor, x: Tensor) -> Tensor:
         return w @ x / w.sum()
@@ -112,19 +104,6 @@ def test_arguments_that_others_hold(holder: str, first: int) -> None:
         if held is not w:  # which may not be used
             rest = tensor_of(held)
             assert torch.equal(rest, weight(4, 8)[: len(rest)])
-
-
-def test_results_from_the_pool_that_others_hold() -> None:
-    """They are in memory that the pool holds, too, and are written over unless a third one does."""
-    product, run, g = jit(lambda x: x @ x, memory="planned"), donating(update), torch.ones(32, 32)
-    product(weight(32, 32))
-    for held in (False, True, True, False, True):
-        w = product(weight(32, 32))
-        kept, place, view = w.clone(), w.data_ptr(), w[1:] if held else None
-        result = run(w, g)
-        assert torch.equal(result, update(kept, g))
-        assert (result.data_ptr() == place) is not held
-        assert view is None or torch.equal(view, kept[1:])
 
 
 def test_arguments_in_one_memory() -> None:
@@ -208,19 +187,19 @@ UNDER: dict[str, Callable[[Callable[..., Any], Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("transform", UNDER)
-@pytest.mark.parametrize("options", [{"backend": "eager"}, {"memory": "planned"}], ids=repr)
-def test_transforms_keep_what_is_donated(transform: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_transforms_keep_what_is_donated(transform: str, backend: str) -> None:
     """Values of a transform may be needed again, and are left as they are."""
-    run, w, g = jit(update, donate_argnums=0, **options), weight(2, 3), torch.ones(2, 3)
+    run, w, g = jit(update, donate_argnums=0, backend=backend), weight(2, 3), torch.ones(2, 3)
     have = UNDER[transform](run, w, g)
     torch.testing.assert_close(have, UNDER[transform](update, w, g))
     assert torch.equal(w, weight(2, 3))
 
 
-@pytest.mark.parametrize("options", [{"backend": "eager"}, {"memory": "planned"}], ids=repr)
-def test_inference_tensors(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_inference_tensors(backend: str) -> None:
     """Torch writes to one in inference mode only; outside of it, it is left as it is."""
-    run, g = jit(update, donate_argnums=0, **options), torch.ones(4, 8)
+    run, g = jit(update, donate_argnums=0, backend=backend), torch.ones(4, 8)
     for _ in range(3):
         with torch.inference_mode():
             w, inside = weight(4, 8), weight(4, 8)
@@ -266,7 +245,7 @@ def f(a, b):
     return a * 2 + 1, b - 3
 
 for numbers in ((), 0, 1, (0, 1), 0):
-    run = jit(f, donate_argnums=numbers, memory="planned")
+    run = jit(f, donate_argnums=numbers)
     given = (numbers,) if isinstance(numbers, int) else numbers
     for _ in range(3):
         a, b = torch.arange(8.0), torch.ones(8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +13,8 @@ from torch import Tensor
 
 from torchard import jit, repeat, stack
 from torchard.functional.loops import equal_layers
-from torchard.functional.memory.planned_code import poisoned
 
 Params = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    with poisoned():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +58,7 @@ def places(params: Params) -> list[int]:
 
 
 def donating(fn: Callable[..., Any]) -> Any:
-    return jit(fn, memory="planned", donate_argnums=0)
+    return jit(fn, donate_argnums=0)
 
 
 BATCH = torch.arange(128.0).reshape(8, 16) / 128

@@ -16,11 +16,11 @@ from torch import Tensor
 from torchard import fuse, trace
 from torchard.functional import torch_internals as internals
 from torchard.functional.memory import huge_pages
-from torchard.functional.memory.pool import Pool
 from torchard.functional.torch_internals.accessors import tensors
 from torchard.kernels.execution import buffers
 from torchard.kernels.execution.buffers import Buffers
 from torchard.kernels.execution.compiled import compiled
+from torchard.kernels.execution.pool import Pool
 
 CPU = torch.device("cpu")
 
@@ -227,3 +227,24 @@ def test_threads_never_share(asked: list[tuple[int, int]]) -> None:
 
     with ThreadPoolExecutor(4) as workers:
         assert all(workers.map(work, range(4)))
+
+
+def test_search_for_free_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand blocks that are kept cost a take a few looks, and those that come free are found."""
+    looks: list[int] = []
+    pool = Pool(1 << 30)
+    kind: Any = type(pool._added(1))
+    is_free = kind.is_free
+    monkeypatch.setattr(kind, "is_free", lambda self: looks.append(1) or is_free(self))
+
+    def taken() -> Tensor:
+        return pool.empty((64, 64), (64, 1), torch.float32, 1 << 14)
+
+    kept = [taken() for _ in range(1000)]
+    looks.clear()
+    places = set()
+    for _ in range(1000):
+        places.add(taken().data_ptr())
+    assert len(looks) < 12 * 1000
+    assert len(places) <= 1000 // 4 + 1  # until all are looked at again
+    del kept

@@ -15,9 +15,9 @@ from torch import Tensor
 from torchard import fuse, jit
 from torchard.functional.core.bounded import Recent
 from torchard.functional.execution.binding import bind
-from torchard.functional.memory.pool import Pool
 from torchard.kernels.execution import autotune as choice
 from torchard.kernels.execution import blocked, buffers
+from torchard.kernels.execution.pool import Pool
 
 N, D, H, V = 12, 8, 16, 24
 Params = dict[str, Tensor]

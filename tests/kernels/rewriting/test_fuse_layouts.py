@@ -12,10 +12,10 @@ from torch import Tensor
 
 from torchard import fuse
 from torchard.functional.core.bounded import Recent
-from torchard.functional.memory.pool import Pool
 from torchard.kernels import KERNELS
 from torchard.kernels.execution import autotune as choice
 from torchard.kernels.execution import buffers
+from torchard.kernels.execution.pool import Pool
 
 DRAW = torch.Generator().manual_seed(0)
 

@@ -45,7 +45,7 @@ def test_one_rank_fails(ranks: Found, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["compiler", "planned", "late compiler", "compiler of a forward", "compiler of a backward"],
+    ["compiler", "late compiler", "compiler of a forward", "compiler of a backward"],
 )
 def test_the_compiler_of_one_rank_fails(ranks: Found, name: str) -> None:
     first, odd, *others = each(ranks, name)

@@ -1,6 +1,6 @@
 """A pool of memory that is reused once nothing else refers to it.
 
-Compiled code allocates its results at every call. In the memory of earlier calls they touch no new page.
+Kernels allocate their results at every call. In the memory of earlier calls they touch no new page.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Pool:
     def __init__(self, most: int) -> None:
         self.most = most
         self._by_size: dict[int, _SameSize] = {}
-        self._by_number: dict[int, _Block] = {}
         self._sizes: list[int] = []  # in order
         self._nbytes = 0
         self._time = 0
@@ -55,11 +54,6 @@ class Pool:
             block.used = self._time = self._time + 1
             return internals.in_memory_of(block.base(dtype), shape, strides, 0)
 
-    def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has memory of the pool that no other has."""
-        block = self._by_number.get(internals.storage_id(tensor))
-        return block is not None and block.has_users(1)
-
     def after_fork(self) -> None:
         """Reset in the child of a fork: another thread of the parent may have held the lock."""
         self._lock = threading.Lock()
@@ -68,7 +62,6 @@ class Pool:
         """Drop all memory; storages in use are freed with their users."""
         with self._lock:
             self._by_size.clear()
-            self._by_number.clear()
             self._sizes.clear()
             self._nbytes = 0
 
@@ -91,7 +84,6 @@ class Pool:
             insort(self._sizes, nbytes)
             self._by_size[nbytes] = _SameSize()
         self._by_size[nbytes].blocks.append(block)
-        self._by_number[block.number] = block
         return block
 
     def _drop_oldest(self) -> None:
@@ -100,7 +92,6 @@ class Pool:
         )
         block = min(same.blocks, key=lambda block: block.used)
         same.blocks.remove(block)
-        del self._by_number[block.number]
         self._nbytes -= size
         if not same.blocks:
             del self._by_size[size]
@@ -170,12 +161,8 @@ class _Block:
 
     def is_free(self) -> bool:
         """Whether nothing else refers to the storage. This cannot be known of other processes."""
-        return self.has_users(0)
-
-    def has_users(self, count: int) -> bool:
-        """Whether so many tensors refer to the storage, and no object of Python."""
         return (
-            internals.storage_uses(self.number) == self._own + count
+            internals.storage_uses(self.number) == self._own
             and getrefcount(self._storage) == self._own_by_python
             and self._storage.nbytes() == self.size
             and not self._storage.is_shared()
