@@ -3,6 +3,9 @@
 Layers are equal if they differ in the values of parameters and buffers only. An attribute that differs is
 replaced by a sentinel that raises when read (`layer_idx`, which nothing reads without a cache). The
 module's own loop over its layers runs on stubs in place of the layers (layer_calls.py).
+
+Unlike layers that are recognised in a program (loops/recognised.py), one layer is traced for all, and the
+number of arguments does not depend on the depth (tests/functional/loops/test_depth.py).
 """
 
 from __future__ import annotations

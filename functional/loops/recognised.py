@@ -2,6 +2,9 @@
 
 What each layer has of its own, as its parameters, is listed; values of one layer that are read outside of
 the layers are items. So nothing is stacked, and the unrolled program is the one it was made from.
+
+Unlike `functionalize(stacked=)`, this needs no module, and allows layers that take turns and work between
+layers; but every layer is traced first (tests/functional/loops/test_depth.py).
 """
 
 from __future__ import annotations

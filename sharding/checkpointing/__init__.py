@@ -9,6 +9,10 @@ long as that group does. Here nothing needs to be gathered: the tree, which all 
 which rank writes which shard. Ranks confirm to each other through the store, with a timeout, that the
 trees are equal, that their files are written, and that the index is. Files are written to a directory
 beside the path, which each save has for itself (`unfinished.py`); the first rank writes the index and
-renames the directory, so a path is a complete checkpoint of one save or does not exist. `index.py`
-unpickles DCP's plain values only, and refuses files outside the directory; `items.py` verifies checksums.
+renames the directory, so a path is a complete checkpoint of one save or does not exist.
+
+DCP's reader runs whatever its pickled index names, loads damaged bytes, and leaves elements as they were
+if no box has them (tests/sharding/checkpointing/test_storage_damage.py, `-k plain`).
+So `index.py` unpickles plain values only, and refuses files outside the directory, and `items.py` reads
+items and verifies their checksums; DCP's own writer writes them, given data by a planner of its interface.
 """

@@ -146,6 +146,31 @@ def test_what_plain_dcp_has_written_over_is_told(copy: Copy) -> None:
     assert "does not match .checksums" in copy.outcome()
 
 
+def flip_a_bit(copy: Copy) -> None:
+    (file,) = copy.path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.tensor([5.0]).numpy().tobytes()) + 2] ^= 1
+    file.write_bytes(content)
+
+
+def leave_out_a_box(copy: Copy) -> None:
+    index = copy.index()
+    index.state_dict_metadata["w"].chunks.pop()
+    copy.put(index)
+
+
+@unchecked
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("harm", [flip_a_bit, leave_out_a_box])
+def test_damage_that_plain_dcp_does_not_tell(copy: Copy, harm: Callable[[Copy], None]) -> None:
+    """Why items and the index are read by code of this library: DCP loads what was never saved."""
+    harm(copy)
+    theirs = {"w": torch.zeros(4, 6), "twin": torch.zeros(4, 6)}
+    dcp.load(theirs, checkpoint_id=copy.path, no_dist=True)
+    assert not all(torch.equal(x, tree()[key].full()) for key, x in theirs.items())
+    assert copy.outcome().startswith("StorageError")
+
+
 @unchecked
 def test_without_checksums_it_loads_and_says_so(copy: Copy) -> None:
     (copy.path / ".checksums").unlink()
