@@ -34,8 +34,7 @@ from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
 from torchard.functional.programs.tags import HALVES
 from torchard.functional.programs.views import is_dense
-from torchard.functional.remat.barrier import insert_barriers
-from torchard.functional.remat.compared import keep_compared
+from torchard.functional.remat.barrier import insert_barriers, keep_compared
 from torchard.functional.remat.split import Split
 
 __all__ = ["Compile", "jit"]

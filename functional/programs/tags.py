@@ -185,7 +185,7 @@ RESIDUAL: Tag[bool] = declare(
 WHY: Tag[Any] = declare(
     "why",
     "a record of why the backward reads the saved value",
-    written_by="programs/unrolled, remat/compared, remat/rematerialise",
+    written_by="programs/unrolled, remat/barrier, remat/rematerialise",
     read_by="programs/unrolled, reports/residuals",
 )
 HALVES: Tag[Any] = declare(

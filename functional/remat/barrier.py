@@ -7,6 +7,10 @@ backward computed last.
 
 The operation copies its operand, since the output of a custom operator must not alias an input. It is put
 on the smallest operand, mostly a bias or the weight of a norm.
+
+Values that are compared with something that was kept may not be recomputed at all: a compiler rounds a
+value otherwise in each piece of code that computes it. Where a policy keeps a maximum, and its operand is
+recomputed in the backward, none of the recomputed elements need equal it.
 """
 
 from __future__ import annotations
@@ -17,11 +21,15 @@ import operator
 import torch
 from torch import Tensor, fx
 
+from torchard.functional.compiling.exact_routes import read_from_two_nodes
 from torchard.functional.programs.graphs import add_call
-from torchard.functional.programs.tags import PHASE, RECOMPUTE, SHAPE, VAL
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tagging import forget
+from torchard.functional.programs.tags import PHASE, RECOMPUTE, SHAPE, VAL, WHY
 from torchard.functional.programs.views import is_view
+from torchard.functional.remat.segments import Why
 
-__all__ = ["insert_barriers"]
+__all__ = ["insert_barriers", "keep_compared"]
 
 LIBRARY = torch.library.Library("torchard", "FRAGMENT")
 LIBRARY.define("barrier(Tensor x, Tensor after) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -74,3 +82,18 @@ def _elements(node: fx.Node) -> float:
     if isinstance(value, Tensor):
         return value.numel()
     return math.prod(SHAPE.of(node)) if SHAPE.on(node) else math.inf
+
+
+def keep_compared(program: Program) -> Program:
+    """Have backwards read values that are compared as the forward computed them, in place."""
+    if not any(RECOMPUTE.get(node) for node in program.calls):
+        return program
+    for value, *others in read_from_two_nodes(program.graph):
+        for other in others:
+            other.replace_all_uses_with(value)
+        for item in value.users:
+            if item.target is operator.getitem:
+                forget(item, RECOMPUTE)
+        WHY.set(value, Why("compared with a value that is kept"))
+    program.graph.eliminate_dead_code()
+    return program

@@ -1,6 +1,6 @@
 """The registry of factor rules: what a rule and its emitter see of a call, and which rule a call has."""
 
-from torchard.sharding.rules.registry.call import Call, Local, result_index, results
+from torchard.sharding.rules.registry.call import Call, Local, letters, result_index, results, spell
 from torchard.sharding.rules.registry.entries import (
     REGISTRY,
     Emit,
@@ -11,7 +11,6 @@ from torchard.sharding.rules.registry.entries import (
     register_rule,
     rule_of,
 )
-from torchard.sharding.rules.registry.text import letters, spell
 
 __all__ = [
     "REGISTRY",

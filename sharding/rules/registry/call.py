@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import fx
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.tags import CALL
 
-__all__ = ["Call", "Local", "result_index", "results"]
+__all__ = ["Call", "Local", "letters", "result_index", "results", "spell"]
 
 
 @dataclass(frozen=True)
@@ -107,3 +107,16 @@ class Local(Protocol):
 
     def operand_axes(self, operand: int, dim: int) -> tuple[str, ...]:
         """The mesh axes that split a dim of an operand."""
+
+
+# -- the spelling of rules --------------------------------------------------------------------------
+
+
+def letters(n: int) -> list[str]:
+    """Names for n dims."""
+    return [f"d{i}" for i in range(n)]
+
+
+def spell(dims: Sequence[str]) -> str:
+    """The text of an operand with these dims."""
+    return " ".join(dims)
