@@ -14,5 +14,5 @@ renames the directory, so a path is a complete checkpoint of one save or does no
 DCP's reader runs whatever its pickled index names, loads damaged bytes, and leaves elements as they were
 if no box has them (tests/sharding/checkpointing/test_storage_damage.py, `-k plain`).
 So `index.py` unpickles plain values only, and refuses files outside the directory, and `items.py` reads
-items and verifies their checksums; DCP's own writer writes them, given data by a planner of its interface.
+items and verifies their checksums; DCP's own writer writes them, by a planner of its interface.
 """
