@@ -42,11 +42,8 @@ HIDDEN, VOCABULARY, POSITIONS, HEADS, HEAD = 4096, 50304, 2048, 32, 128
 LITERALS = {"eps": 1e-5, "threshold": round(0.1 * 2**32)}
 LIGER = {
     "cross_entropy": "liger_cross_entropy",
-    "geglu_tanh": "liger_geglu",
     "layer_norm": "liger_layer_norm",
-    "rms_norm": "liger_rms_norm",
     "softmax": "liger_softmax",
-    "swiglu": "liger_swiglu",
 }
 # For the training step.
 BATCH, CONTEXT, RATE = 16, 1024, 1e-4

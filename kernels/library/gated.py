@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchard.kernels.execution.optional_backends import triton
 from torchard.kernels.library.activations import gelu_tanh, gelu_tanh_written_out, gelu_written_out
 from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
@@ -31,11 +30,7 @@ def _silu_written_out(x: Tensor) -> Tensor:
 
 def _kernel(name: str, *activations: Callable[[Tensor], Tensor]) -> Kernel:
     """The kernel of activation(gate [...]) * up [...], in all spellings of an activation."""
-    run, vjp = triton("gated", name), triton("gated", f"{name}_backward")
-    references = tuple(map(_gate, activations))
-    return register_kernel(
-        Kernel(name, references, "..., ... -> ...", {"cuda": run}, {"cuda": vjp})
-    )
+    return register_kernel(Kernel(name, tuple(map(_gate, activations)), "..., ... -> ..."))
 
 
 swiglu = _kernel("swiglu", F.silu, _silu_written_out)

@@ -56,8 +56,6 @@ rms_norm = register_kernel(
             _rms_norm_by_hand,
         ),
         "... d, d -> ... d | whole d",
-        {"cuda": triton("norms", "rms_norm")},
-        {"cuda": triton("norms_backward", "rms_norm_backward")},
     )
 )
 layer_norm = register_kernel(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchard.kernels.execution.optional_backends import triton
 from torchard.kernels.patterns.kernel import Kernel, register_kernel
 from torchard.kernels.patterns.pattern import Pattern
 
@@ -55,7 +54,6 @@ rope = register_kernel(
             Pattern(_rope_of_batches, "b h s d, b s d, b s d -> b h s d | whole d", name="rope"),
         ),
         "b h s d, s d, s d -> b h s d | whole d",
-        {"cpu": _rotated, "cuda": triton("rope", "rope")},
-        {"cuda": triton("rope", "rope_backward")},
+        {"cpu": _rotated},
     )
 )

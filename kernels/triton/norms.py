@@ -23,7 +23,6 @@ __all__ = [
     "bias_dropout_residual_layer_norm",
     "layer_norm",
     "mean_of_long",
-    "rms_norm",
     "standardised",
 ]
 
@@ -135,11 +134,6 @@ def _norm(
 def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
     """LayerNorm of x [..., d] with w, b [d]; moves 2 n d elements."""
     return _norm(Stream(x), w, b, eps, True)[1]
-
-
-def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x [..., d] with w [d]; moves 2 n d elements."""
-    return _norm(Stream(x), w, None, eps, False)[1]
 
 
 def add_layer_norm(x: Tensor, y: Tensor, w: Tensor, b: Tensor, eps: float) -> Any:

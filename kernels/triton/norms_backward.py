@@ -25,7 +25,6 @@ __all__ = [
     "add_rms_norm_backward",
     "bias_dropout_residual_layer_norm_backward",
     "layer_norm_backward",
-    "rms_norm_backward",
 ]
 
 
@@ -233,12 +232,6 @@ def layer_norm_backward(
     """The gradients of x, w, b, for x, cotangent [..., d], w [d]; moves 3 n d elements."""
     gradients = _gradients(x, w, None, cotangent, eps, True)
     return gradients.h, total(gradients.w, w.dtype), total(gradients.b, cotangent.dtype)
-
-
-def rms_norm_backward(x: Tensor, w: Tensor, cotangent: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The gradients of x, w, for x, cotangent [..., d], w [d]; moves 3 n d elements."""
-    gradients = _gradients(x, w, None, cotangent, eps, False)
-    return gradients.h, total(gradients.w, w.dtype)
 
 
 def add_layer_norm_backward(
