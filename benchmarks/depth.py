@@ -216,12 +216,12 @@ def steady(size: train_gpt.Size, backend: str, rounds: int = 20) -> str:
     """Steps of the list of layers with loops and without, in turns: medians, and their ratio."""
     model = gpt(size, False, "cpu")
     args, runs = (model.params, state_of(model, "cpu"), tokens(model, "cpu")), {}
-    for least in (equal_layers.LEAST, sys.maxsize):
-        equal_layers.LEAST, kept = least, equal_layers.LEAST
+    for least in (equal_layers.MIN_SAVED, sys.maxsize):
+        equal_layers.MIN_SAVED, kept = least, equal_layers.MIN_SAVED
         fn = functools.partial(step, model.loss)
         runs[least] = jit(fn, backend=backend)
         runs[least](*args)
-        equal_layers.LEAST = kept
+        equal_layers.MIN_SAVED = kept
     times: dict[int, list[float]] = {least: [] for least in runs}
     for _ in range(rounds):
         for least, run in runs.items():

@@ -273,13 +273,14 @@ class Shard(Rewrite):
         """The layouts of inputs, outputs and constraints that the plan must keep to."""
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         updated, stepped = updated_inputs(graph, program.outputs), after_backward(graph)
+        parameters = set(updated.values())
         wanted = {leaf.of for leaf in program.outputs if leaf.role == "gradient"}
         inputs: dict[fx.Node, tuple[Layout, int] | int] = {}
         for i, (leaf, node) in enumerate(zip(program.inputs, placeholders, strict=True)):
             if leaf.role == "cotangent" and leaf.of is not None:
                 inputs[node] = leaf.of
                 continue
-            rank = PARAMETER if i in wanted or node in updated.values() else BATCH
+            rank = PARAMETER if i in wanted or node in parameters else BATCH
             hint = leaf.hint(SpecHint)
             if hint is not None and hint.spec.weak:
                 rank = DERIVED

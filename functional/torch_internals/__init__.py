@@ -25,10 +25,11 @@ with needed():
         thread_state,
         told_modes,
     )
-    from torchard.functional.torch_internals.accessors import modules, optional, tensors
+    from torchard.functional.torch_internals.accessors import fakes, modules, optional, tensors
+    from torchard.functional.torch_internals.accessors.fakes import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.modules import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.optional import *  # noqa: F403
-    from torchard.functional.torch_internals.accessors.tensors import *  # noqa: F403  # noqa: F403
+    from torchard.functional.torch_internals.accessors.tensors import *  # noqa: F403
     from torchard.functional.torch_internals.compilers import *  # noqa: F403
     from torchard.functional.torch_internals.functorch_levels import *  # noqa: F403
     from torchard.functional.torch_internals.modes import *  # noqa: F403
@@ -38,6 +39,7 @@ with needed():
     from torchard.functional.torch_internals.told_modes import *  # noqa: F403
 
 __all__: list[str] = []
+__all__ += fakes.__all__
 __all__ += modules.__all__
 __all__ += optional.__all__
 __all__ += tensors.__all__

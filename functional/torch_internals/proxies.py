@@ -35,6 +35,7 @@ from torch.fx.traceback import has_preserved_node_meta
 
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.torch_internals import zero_tangents
+from torchard.functional.torch_internals.accessors.fakes import KnownResults
 from torchard.functional.torch_internals.accessors.required import require
 from torchard.functional.torch_internals.accessors.tensors import OpOverload
 from torchard.functional.torch_internals.functorch_levels import base_tensor, forward_ad_active
@@ -119,6 +120,7 @@ class _Proxying(ProxyTorchDispatchMode):
         self.fakes = fakes
         self.device = device
         self.below = below
+        self.results = KnownResults(fakes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -132,8 +134,7 @@ class _Proxying(ProxyTorchDispatchMode):
                 kwargs = {**kwargs, "device": self.device}
 
         def call(func: Any, *args: Any, **kwargs: Any) -> Any:
-            with torch._C._PreserveDispatchKeyGuard(), self.below(), self._cache_for(func):
-                return self._record(func, types, args, kwargs)
+            return self._record(func, types, args, kwargs)
 
         try:
             return zero_tangents.run(call, func, as_tensors(call, func, args), kwargs)
@@ -144,13 +145,17 @@ class _Proxying(ProxyTorchDispatchMode):
     def _record(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         name = _name_if_plain(func)
         if name is None or self.emulate_precision_casts or has_preserved_node_meta():
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._as_torch_does(func, types, args, kwargs)
         try:
             operands, options = self._operand(args), self._operand(kwargs)
         except _Unusual:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._as_torch_does(func, types, args, kwargs)
         node = self.recorder.create_node("call_function", func, operands, options, name)
         return self._run(node, args, kwargs)
+
+    def _as_torch_does(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        with torch._C._PreserveDispatchKeyGuard(), self.below(), self._cache_for(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _operand(self, value: Any) -> Any:
         kind = type(value)
@@ -168,11 +173,16 @@ class _Proxying(ProxyTorchDispatchMode):
         raise _Unusual
 
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        out, proxy = node.target(*args, **kwargs), self.recorder.proxy(node)  # type: ignore[operator]
+        proxy = self.recorder.proxy(node)
+        out, noted = self.results.run(node.target, args, kwargs, self._call)
         if type(out) is FakeTensor:
-            _note(self.recorder, out, proxy)
+            _note(self.recorder, out, proxy, noted)
             return out
         return track_tensor_tree(out, proxy, constant=None, tracer=self.recorder)
+
+    def _call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C._PreserveDispatchKeyGuard(), self.below(), self._cache_for(func):
+            return func(*args, **kwargs)
 
     def _cache_for(self, func: Any) -> contextlib.AbstractContextManager[None]:
         if func is _MEMORY_OF_A_PRIMAL:
@@ -232,9 +242,11 @@ def track(
     return node
 
 
-def _note(tracer: RecordingTracer, tensor: torch.Tensor, proxy: fx.Proxy) -> None:
+def _note(
+    tracer: RecordingTracer, tensor: torch.Tensor, proxy: fx.Proxy, noted: torch.Tensor | None = None
+) -> None:
     set_proxy_slot(tensor, tracer, _ProxyTensor(proxy, None))
-    tracer.note(proxy.node, snapshot_fake(tensor))
+    tracer.note(proxy.node, snapshot_fake(tensor) if noted is None else noted)
 
 
 def record_call(

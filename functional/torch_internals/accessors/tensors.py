@@ -1,19 +1,15 @@
-"""Tensors, fake tensors, and the operators that are called with them."""
+"""Tensors, and the operators that are called with them."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table as DECOMPOSITION_TABLE
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchard.functional.torch_internals.accessors.required import require
 
@@ -22,10 +18,8 @@ __all__ = [
     "VERSION",
     "OpOverload",
     "OpOverloadPacket",
-    "bound_fake_cache",
     "check_like",
     "direct",
-    "fake_errors_unlogged",
     "in_memory_of",
     "is_legacy_batched",
     "is_mutable",
@@ -139,48 +133,6 @@ def _in_memory_of(
 # for autograd. Inductor's code makes its views so: in a quarter of the time of the public functions.
 in_memory_of: Callable[..., torch.Tensor] = getattr(
     torch._C._dynamo.guards, "_reinterpret_tensor", _in_memory_of
-)
-
-
-# -- fake tensors ----------------------------------------------------------------------------------
-
-# Of results of fake operations, a cache that torch never bounds. They take about 2 KiB each; a trace of a
-# layer with its gradient adds some sixty for each new shape.
-_MOST_CACHED = 16384
-
-
-def bound_fake_cache() -> None:
-    """Empty the cache if it is large.
-
-    Torch has no public function for it. Where another version has none at all, the cache stays as it is:
-    long runs over many shapes then grow.
-    """
-    cache = getattr(FakeTensorMode, "cache", ())
-    clear = getattr(FakeTensorMode, "cache_clear", None)
-    if len(cache) > _MOST_CACHED and clear is not None:
-        clear()
-
-
-_unlogged = threading.local()
-
-
-@contextlib.contextmanager
-def fake_errors_unlogged() -> Iterator[None]:
-    """A context in which this thread does not log errors of operations on fake tensors.
-
-    Torch logs them with its own traceback, and raises them too. Other threads log as before.
-    """
-    before = getattr(_unlogged, "on", False)
-    _unlogged.on = True
-    try:
-        yield
-    finally:
-        _unlogged.on = before
-
-
-# Once and for all, as other threads read the logger's filters at any time.
-logging.getLogger(FakeTensorMode.__module__).addFilter(
-    lambda record: not (record.exc_info and getattr(_unlogged, "on", False))
 )
 
 
