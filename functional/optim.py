@@ -138,8 +138,8 @@ def _check_numbers(who: str, **numbers: tuple[Any, float]) -> None:
             raise ValueError(f"{who}({key}={value!r}): {key} must be {above}.")
 
 
-def _decay_of(who: str, weight_decay: Any) -> Callable[[Any], list[Any]]:
-    """A function from the parameters to the tree of their weight decays."""
+def _decay_of(who: str, weight_decay: Any) -> Callable[..., Any]:
+    """A function from the parameters to the tree of their weight decays, or of functions of these."""
     for leaf in tree.leaves(weight_decay):
         if not _is_number(leaf, math.inf):
             raise ValueError(
@@ -148,8 +148,8 @@ def _decay_of(who: str, weight_decay: Any) -> Callable[[Any], list[Any]]:
                 "weight_decay={'w': 0.1, 'b': 0.0}."
             )
 
-    def decays(params: Any) -> Any:
-        spread = tree.broadcast(weight_decay, params, "weight_decay", "the parameters")
+    def decays(params: Any, of: Callable[[Any], Any] = lambda decay: decay) -> Any:
+        spread = tree.broadcast(tree.map(of, weight_decay), params, "weight_decay", "the parameters")
         return tree.unflatten(tree.structure(params), spread)
 
     return decays
@@ -294,19 +294,20 @@ def adamw(
         # 1 - 0.999^step would lose half its digits in float32.
         count = step.to(torch.float64)
         correction1, correction2 = 1 - b1**count, 1 - b2**count
-        shift = rate / correction1
+        shift, root_of_correction = rate / correction1, correction2.sqrt()
 
         def step_leaf(
-            p: Tensor, g: Tensor, decay: Any, m: Tensor, s: Tensor
+            p: Tensor, g: Tensor, factor: Any, m: Tensor, s: Tensor
         ) -> tuple[Tensor, Tensor, Tensor]:
-            m = m + (1 - b1) * (g - m)
-            s = b2 * s + (1 - b2) * g * g
-            root = s.sqrt() / correction2.sqrt() + eps
-            decayed = (p * (1 - rate * decay)).to(p.dtype)
+            m = torch.add(m, g - m, alpha=1 - b1)
+            s = torch.addcmul(b2 * s, g, g, value=1 - b2)
+            root = s.sqrt() / root_of_correction + eps
+            decayed = (p * factor).to(p.dtype)
             return _stepped(decayed, shift * (m / root)), m, s
 
+        factors = decays(params, lambda decay: 1 - rate * decay)
         params, mean, square = _map_to_trees(
-            3, step_leaf, params, grads, decays(params), state.mean, state.square
+            3, step_leaf, params, grads, factors, state.mean, state.square
         )
         return params, AdamState(step, mean, square)
 
