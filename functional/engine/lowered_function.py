@@ -20,6 +20,7 @@ from torchard.functional.execution.binding import bind
 from torchard.functional.loops.call import is_opaque
 from torchard.functional.loops.recognised import recognised
 from torchard.functional.loops.rolled import rolled, straight_line
+from torchard.functional.programs.graphs import without_garbage
 from torchard.functional.programs.markers import is_marker
 from torchard.functional.programs.program import (
     Free,
@@ -49,6 +50,7 @@ def width(leaf: Leaf) -> int:
     return 1 if leaf.tag is None or isinstance(leaf.tag, Free) else leaf.tag.width
 
 
+@without_garbage()
 def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     """Apply the passes of a stack of rewrites, by stage; dead code is removed before the late ones.
 

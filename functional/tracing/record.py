@@ -17,6 +17,7 @@ from torchard.functional.core.failed_calls import note_line
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.effects.picked import Picked
+from torchard.functional.programs.graphs import without_garbage
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.inner_gradients import primals_of
@@ -50,6 +51,7 @@ class Recording:
     picked: Sequence[Picked] = ()
 
 
+@without_garbage()
 def record(
     fn: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
     specs: Sequence[TensorSpec],
