@@ -1,8 +1,8 @@
 """Pure functions as programs, and the transforms that need neither meshes nor kernels.
 
 A function passes through the folders in this order: `tracing` turns it into a program (`guards` and
-`effects` deal with what it reads and writes besides its arguments), `derivatives` differentiates the
-program, `remat` decides what its backward keeps, `execution` generates code for it, and `engine` runs
+`effects` handle its reads and writes outside of its arguments), `derivatives` differentiates the program,
+`remat` decides which values its backward saves, `execution` generates code for it, and `engine` runs
 these steps when the function is called. `programs` defines programs, and `reports` describes them. This
 package imports neither `torchard.sharding` nor `torchard.kernels`.
 

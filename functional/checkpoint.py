@@ -37,25 +37,25 @@ def checkpoint(
     policy: Any = save_nothing,
     where: Annotated[Where | None, CheckedInside] = None,
 ) -> Transformed:
-    """Keep the values that a policy selects for the backward, and recompute the rest there.
+    """Save the values that a policy selects for the backward, and recompute the rest there.
 
     The policy applies wherever the gradient is taken: of this function, of a function that calls it, or
     inside ``fn`` itself, as in a training step. By default all of ``fn`` is one segment: its arguments
-    are kept, and the policy decides about every value computed from them. A result that operations
-    outside the segment need for their own gradients is kept, whatever the policy. A value is recomputed
+    are saved, and the policy decides about every value computed from them. A result that operations
+    outside the segment need for their own gradients is saved, whatever the policy. A value is recomputed
     right before its first use in the backward, by the same operations on the same operands; draws from a
-    key give the same numbers again. Checkpoints nest: of the values that the outer one recomputes in its
-    backward, the policy of the inner one says which are kept until they are used.
+    key give the same numbers again. Checkpoints nest: the outer one recomputes values in its backward,
+    and the policy of the inner one decides which of these are held until they are used.
 
     Args:
         fn: a pure function of pytrees.
         policy: one of `torchard.policies`, or a function of ``(op, shapes, scope, name)``.
-        where: the scopes of which every entry becomes a segment, in place of all of ``fn``: a pattern
-            (``"block/*"``), a predicate on the path of a scope, or a list of these. One that may tell
-            the layers of a loop apart unrolls the loop, with an `UnrolledLoopWarning`.
+        where: scopes whose every entry becomes a segment, instead of all of ``fn``: a pattern
+            (``"block/*"``), a predicate on the path of a scope, or a list of these. A pattern that may
+            select only some layers of a loop unrolls the loop, with an `UnrolledLoopWarning`.
 
     Returns:
-        A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``.
+        A function that computes the same as ``fn``, with ``.lower`` and ``.lower_joint``.
 
     Raises (when called):
         CheckpointError: ``where`` matches no scope of ``fn``, no value of it has a label that the policy
@@ -80,7 +80,7 @@ def checkpoint(
 
 
 def _patterns(where: Any) -> tuple[ScopePattern, ...] | None:
-    """The patterns and predicates of ``where`` as a tuple; None stands for all of the function."""
+    """The patterns and predicates of ``where`` as a tuple; None means all of the function."""
     if where is None:
         return None
     patterns = (where,) if isinstance(where, str) or callable(where) else where
@@ -92,7 +92,7 @@ def _patterns(where: Any) -> tuple[ScopePattern, ...] | None:
             "function of a scope's path, or a list of these."
         )
     if not patterns:
-        raise CheckpointError("checkpoint(..., where=()) names no scope; leave it out to take all of fn.")
+        raise CheckpointError("checkpoint(..., where=()) names no scope; omit it for all of fn.")
     return tuple(patterns)
 
 

@@ -135,7 +135,7 @@ def _alpha_dropped(x: Tensor, p: float, mask: Tensor) -> Tensor:
 
 
 def _per_feature(x: Tensor, spatial: int) -> tuple[int, ...]:
-    """The shape of a mask that drops whole channels; an input one dim short has no batch dim.
+    """The shape of a mask that drops entire channels; an input one dim short has no batch dim.
 
     As in torch, an input of rank 3 to dropout2d is an exception, and is taken as [N, C, L].
     """

@@ -61,7 +61,7 @@ class Applied(Protocol):
 
 
 class _Handed(Tensor):
-    """What a layer hands to the next one, which is computed later: it has a shape and a dtype only."""
+    """The carry from a layer to the next, which is computed later: it has only shape and dtype."""
 
     layer: int
     result: int
@@ -94,7 +94,7 @@ class _Handed(Tensor):
 
 
 class Between(TorchFunctionMode):
-    """Refuses operations on what a layer hands on, also where a trace would see to them first."""
+    """Refuses operations on a layer's carry, even if a trace would handle them first."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = internals.unpatched(func)
@@ -114,7 +114,8 @@ _READS = {
 def _used_between(handed: _Handed, how: str, line: str) -> LoopError:
     return LoopError(
         f"{line}functionalize(stacked={handed.path!r}): the result of {handed.path}.{handed.layer} "
-        f"{how}; the results of stacked layers go to the next layer only. Leave the list out of stacked."
+        f"{how}; the result of a stacked layer may only be passed to the next layer. Leave the list "
+        "out of stacked."
     )
 
 
@@ -138,12 +139,12 @@ class LayerCalls:
         self.kind: _Kind
         # For each tensor among the arguments that the layer before computes, which of its results it is.
         self.carried: dict[int, int] = {}
-        # One for each time that the layers are applied: what they hand on belongs to it.
+        # One for each time that the layers are applied: their carries belong to it.
         self.turn = object()
         self.handed: list[weakref.ref[_Handed]] = []
 
     def call(self, number: int, args: Any, kwargs: Any) -> Any:
-        """The result of a layer: that of the last is one, and those before it are placeholders."""
+        """The result of a layer: a value for the last layer, placeholders for the others."""
         self.line = source.begins_here()
         if number != self.upcoming:
             raise self._error(f"layer {number} is called where layer {self.upcoming} is expected")
@@ -170,12 +171,12 @@ class LayerCalls:
                 raise self._error(f"the forward replaces {replaced!r} of layer {number}")
 
     def check_forgotten(self) -> None:
-        """Check that nobody keeps what a layer handed on."""
+        """Check that nothing stores a layer's carry."""
         if any(ref() is not None for ref in self.handed):
             gc.collect()  # it may be in a cycle that nobody reaches
         kept = next((handed for ref in self.handed if (handed := ref()) is not None), None)
         if kept is not None:
-            raise _used_between(kept, "is returned by the module, or kept by it", kept.line)
+            raise _used_between(kept, "is returned by the module, or stored in it", kept.line)
 
     def _check_tables(self, number: int) -> None:
         """Check that a layer is as it was when the module was functionalized, but for its attributes."""
@@ -188,8 +189,9 @@ class LayerCalls:
 
     def _error(self, what: str) -> LoopError:
         return LoopError(
-            f"{self.line}functionalize(stacked={self.layers.path!r}): {what}; stacked layers are all "
-            "called, in order, each with the result of the one before. Leave the list out of stacked."
+            f"{self.line}functionalize(stacked={self.layers.path!r}): {what}; all stacked layers must "
+            "be called, in order, each with the result of the previous one. Leave the list out of "
+            "stacked."
         )
 
     def _begin(self, leaves: list[Any], structure: Any) -> None:
@@ -216,13 +218,13 @@ class LayerCalls:
         return {name: (value, contents(value)) for name, value in attributes_of(layer).items()}
 
     def _check_call(self, number: int, leaves: list[Any], structure: Any) -> None:
-        """Check that arguments are those of the first layer, but for what the layer before hands on."""
+        """Check that arguments are those of the first layer, except for the carry."""
         if structure != self.structure:
-            raise self._error(f"layer {number} is called with arguments of another structure")
+            raise self._error(f"layer {number} is called with arguments of a different structure")
         if thread_state() != self.state:
-            raise self._error(f"layer {number} is called under another grad mode or autocast")
+            raise self._error(f"layer {number} is called under a different grad mode or autocast")
         if self.kind.draws and self.keyed.first + self.keyed.drawn != self.start:
-            raise self._error(f"a dropout that is in no layer draws a mask before layer {number}")
+            raise self._error(f"a dropout outside of the layers draws a mask before layer {number}")
         paths = tree.paths(tree.unflatten(structure, leaves), "")
         carried: dict[int, int] = {}
         for i, (first, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
@@ -239,7 +241,7 @@ class LayerCalls:
         if number == 1:
             self.carried = carried
         if carried != self.carried or not carried:
-            raise self._error(f"layer {number} does not take what layer {number - 1} returns")
+            raise self._error(f"layer {number} does not take the result of layer {number - 1}")
         self._check_unchanged(number, paths)
 
     def _check_unchanged(self, number: int, paths: list[str]) -> None:
@@ -272,7 +274,7 @@ class LayerCalls:
         return with_objects(out, lambda tensor: True), keyed.drawn
 
     def _kind(self) -> _Kind:
-        """What one layer returns: traced in a trace, else computed."""
+        """The result of one layer: traced in a trace, else computed."""
         first = {name: value[0] for name, value in self.rows.items()}
         operands = {i: self.leaves[i] for i in self._operands()}
         drawn = 0
@@ -316,7 +318,7 @@ class LayerCalls:
 
 @dataclass
 class _Kind:
-    """What a layer returns.
+    """The kind of a layer's result.
 
     Attributes:
         tree: the structure of its result.

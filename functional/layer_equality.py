@@ -71,7 +71,7 @@ def _of_function(function: FunctionType) -> tuple[Any, ...]:
 
 
 def structure_of(layer: nn.Module) -> dict[str, Any]:
-    """What equal layers have in common: the classes of their modules, in order, and kinds of tensors."""
+    """Properties that equal layers share: classes of modules, in order, and kinds of tensors."""
     named = (*layer.named_parameters(), *layer.named_buffers())
     return {
         **{name: type_before_parametrizations(part) for name, part in layer.named_modules()},
@@ -94,11 +94,11 @@ def check_hooks(layer: nn.Module, path: str, number: int) -> None:
         place = ".".join(filter(None, (f"{path}.{number}", name)))
         if hook is not None:
             raise LoopError(
-                f"{source.begins_here()}functionalize(stacked={path!r}): {place} has the {hook}, "
-                "which would see one layer of all. Remove it (its handle has "
-                ".remove()), return what it collects from the forward, or leave the list out of stacked. "
-                "transformers installs hooks at the first call with output_hidden_states or "
-                "output_attentions: build the model anew, and call it without these."
+                f"{source.begins_here()}functionalize(stacked={path!r}): {place} has the {hook}, which "
+                "would run for only one of the layers. Remove it (its handle has .remove()), return "
+                "what it collects from the forward, or leave the list out of stacked. transformers "
+                "installs hooks at the first call with output_hidden_states or output_attentions: "
+                "build a new model, and call it without these."
             )
 
 
@@ -166,12 +166,12 @@ def unchanged(before: Sequence[Any] | None, now: Sequence[Any] | None) -> bool:
 
 
 def thread_state() -> tuple[Any, ...]:
-    """What of torch's thread state an operation depends on."""
+    """The parts of torch's thread state on which an operation depends."""
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *Settings.current()
 
 
 class Differing:
-    """An attribute that differs between layers. It can be handed on, but whatever reads it is refused."""
+    """An attribute that differs between layers. It can be passed on, but reading it is refused."""
 
     def __init__(self, path: str, name: str, values: Sequence[Any]) -> None:
         self.__dict__.update(path=path, name=name, values=values)

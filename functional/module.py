@@ -40,28 +40,28 @@ def functionalize(
 ) -> tuple[Functional, dict[str, Tensor]]:
     """Turn an ``nn.Module`` into a pure function of its parameters.
 
-    The module is not changed and no longer needed: the function works on a copy without weights, in the
-    train or eval mode that the module has now. Modules on the meta device work too.
+    The module is unchanged, and the function does not need it: it works on a copy without weights, in the
+    module's current train or eval mode. Modules on the meta device work too.
 
     Args:
         module: any ``nn.Module`` that can be deep-copied.
         stacked: paths of lists of modules (``"model.layers"``) that differ in the values of their
             parameters and buffers only, and that the forward applies one after the other. They run as a
-            `repeat`, so that whatever is done to the function takes the time of one layer. Their
-            parameters are stacked copies, ``model.layers.*.mlp.weight``, with a leading dim of layers.
+            `repeat`, so that tracing, planning and compiling take the time of one layer. Their parameters
+            are stacked copies, ``model.layers.*.mlp.weight``, with a leading dim of layers.
 
     Returns:
         ``fn`` and ``params``. ``fn(params, *args)`` is ``module(*args)``; see `Functional`. ``params`` is
         a dict of the module's parameters by dotted path, detached, sharing memory with it. Tied
-        parameters appear once, under their first name, and their gradient is the sum over the uses.
-        A forward that reads ``requires_grad`` of its parameters reads that of the call: of the tensors
-        that are passed, which those of ``params`` do not require, and all that are differentiated do.
+        parameters appear once, under their first name, and their gradient is the sum over the uses. In a
+        forward, ``requires_grad`` of a parameter is an attribute of the tensor that is passed in the
+        call: False for tensors of ``params``, and True for all that are differentiated.
 
     Raises:
         LoopError: ``stacked`` names no list, or its modules differ in their structure; when called, if
             the forward does anything else with the layers, reads an attribute that differs, or changes
-            something between their calls. (Of objects that layers share, attributes and containers in
-            them are watched, and nothing deeper.)
+            something between their calls. (In objects that layers share, only attributes and the
+            containers in them are checked.)
 
     >>> import torch, torchard as ta
     >>> fn, params = ta.functionalize(torch.nn.Linear(3, 2))
@@ -91,11 +91,11 @@ class Functional(ModuleCopy):
         params: a dict with the names that `functionalize` returned.
         key: int64 ``[2]``; every dropout in train mode draws from its own key, folded from this one.
         buffers: a dict like ``fn.buffers``. If given, the result is a pair: the module's result, and the
-            buffers as one forward of the module would leave them, even where a checkpoint runs it
-            twice. Gradients flow through buffer updates as in torch: not through those under no_grad.
+            buffers after one forward of the module, even if a checkpoint runs it twice. Gradients flow
+            through buffer updates as in torch, so not through updates under no_grad.
 
-    The keywords ``key`` and ``buffers`` are always those of ``fn``: a module whose own forward has
-    arguments of these names is given them by position.
+    The keywords ``key`` and ``buffers`` always belong to ``fn``: if a module's forward has arguments with
+    these names, pass them by position.
 
     Attributes:
         buffers: the module's buffers by dotted path, which share its memory (stacked ones are copies); a
@@ -105,7 +105,7 @@ class Functional(ModuleCopy):
 
     Raises (when called):
         PurityError: dropout runs in train mode without a key, a buffer is updated without ``buffers``,
-            the forward keeps a tensor or number in a plain attribute, or replaces a shared buffer.
+            the forward stores a tensor or number in a plain attribute, or replaces a shared buffer.
         TypeError: ``params`` or ``buffers`` is not a dict, or has placed values outside of `shard`.
         KeyError: the names of ``params`` or ``buffers`` are not those of the module.
 
@@ -268,9 +268,9 @@ class Functional(ModuleCopy):
         """A context in which torch's checkpoint runs a part of a call again, in the backward."""
         if self.stacks:
             raise PurityError(
-                f"{source.of_here()} calls torch.utils.checkpoint in a module with stacked layers, in "
-                "no transform, where it could not run them again. Use torchard.checkpoint(fn) in its "
-                "place, or call the function in jit."
+                f"{source.of_here()} calls torch.utils.checkpoint in a module with stacked layers, "
+                "outside of transforms, where layers cannot be recomputed. Use torchard.checkpoint(fn) "
+                "instead, or call the function in jit."
             )
         first = keyed.first + keyed.drawn
 
@@ -287,8 +287,9 @@ class Functional(ModuleCopy):
     def split(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Split parameters into those that the module trains, and those that it has frozen.
 
-        A gradient has every parameter that is differentiated, whatever its ``requires_grad`` was in the
-        module: differentiate with respect to ``trained``, and call ``fn({**trained, **frozen}, ...)``.
+        A gradient has an entry for every parameter that is differentiated, whatever its ``requires_grad``
+        in the module: differentiate with respect to ``trained``, and call
+        ``fn({**trained, **frozen}, ...)``.
 
         Args:
             params: a dict with the names that `functionalize` returned; values of any kind, so specs too.
@@ -354,8 +355,8 @@ def _tensors(what: str, given: Any, wanted: Any) -> Mapping[str, Tensor]:
     """The params or buffers of a call, checked. In a trace, placed values among them become operands."""
     if not isinstance(given, Mapping):
         raise TypeError(
-            f"{what} is a {type(given).__name__}; a functionalized module is called with the dict that "
-            "functionalize returned first: fn(params, ...)."
+            f"{what} is a {type(given).__name__}; the first argument of a functionalized module is the "
+            "dict that functionalize returned: fn(params, ...)."
         )
     _check_names(what, given, wanted)
     placed = [k for k, value in given.items() if is_placed(value)]

@@ -41,7 +41,7 @@ from torchard.functional.modules.state import Contents, undone
 __all__ = ["StackedLayers", "check_untied", "stacked_layers"]
 
 _THAW = (
-    "Let all of them require grad, and differentiate with respect to the rows of those that are trained "
+    "Let all of them require grad, and differentiate with respect to the rows of the trained layers "
     "(the guide, Functions: frozen layers). Or: "
 )
 
@@ -69,8 +69,8 @@ def check_untied(ties: Mapping[str, str], stacks: Sequence[StackedLayers]) -> No
         for layers in stacks:
             if layers.place(one) or layers.place(other):
                 raise LoopError(
-                    f"functionalize(stacked={layers.path!r}): {one!r} and {other!r} are one tensor, "
-                    "which cannot be a row of a stack too. Leave the list out of stacked."
+                    f"functionalize(stacked={layers.path!r}): {one!r} and {other!r} are the same "
+                    "tensor, which cannot also be a row of a stack. Leave the list out of stacked."
                 )
 
 
@@ -157,9 +157,9 @@ class StackedLayers:
             said = _said(have, differ), _said(want, differ)
             frozen = any("without gradients" in text for text in said)
             raise LoopError(
-                f"functionalize(stacked={self.path!r}): {self.path}.{number} has {said[0]}, "
-                f"and {self.path}.0 has {said[1]}; layers are stacked if they differ in "
-                f"values only. {_THAW if frozen else ''}Leave the list out of stacked."
+                f"functionalize(stacked={self.path!r}): {self.path}.{number} has {said[0]}, and "
+                f"{self.path}.0 has {said[1]}; layers can be stacked only if nothing but their values "
+                f"differs. {_THAW if frozen else ''}Leave the list out of stacked."
             )
         ours, theirs = attributes_of(first), attributes_of(other)
         for name in dict.fromkeys((*ours, *theirs)):
@@ -256,14 +256,14 @@ class StackedLayers:
             if values[name] is not given[name] or internals.version(values[name]) != version:
                 raise LoopError(
                     f"{_line(self._layer)}functionalize(stacked={self.path!r}): a layer updates its "
-                    f"buffer {name!r}; stacked layers have buffers that are only read. Leave the list "
-                    "out of stacked."
+                    f"buffer {name!r}; buffers of stacked layers may only be read. Leave the list out "
+                    "of stacked."
                 )
         if written is not None:
             raise LoopError(
                 f"{_line(self._layer)}functionalize(stacked={self.path!r}): the forward of a layer "
-                f"writes {written}, which only one of all layers would have. Return the value, or leave "
-                "the list out of stacked."
+                f"writes {written}, which only one of the layers would store. Return the value, or "
+                "leave the list out of stacked."
             )
         return out
 
@@ -281,8 +281,8 @@ class StackedLayers:
             what = "a module" if exchanged else "the forward of a module"
             raise LoopError(
                 f"{source.begins_here()}functionalize(stacked={self.path!r}): {what} of "
-                f"{self.path}.{number} is another than when the layers were stacked; they differ "
-                "in parameters and buffers only. Leave the list out of stacked."
+                f"{self.path}.{number} has changed since the layers were stacked; only parameters and "
+                "buffers may differ. Leave the list out of stacked."
             )
 
 
@@ -302,7 +302,7 @@ def _with_contents(attributes: Mapping[tuple[str, str], Any]) -> dict[tuple[str,
 
 
 def _written(contents: Contents) -> str | None:
-    """What a layer's forward changed in the layer, for messages; None if nothing."""
+    """The change that a layer's forward made in the layer, for messages; None if nothing."""
     attributes = {id(vars(part)) for part in contents.module.modules()}
     for now, before in contents.changed():
         if id(now) not in attributes:
@@ -332,7 +332,7 @@ def _listed(module: nn.Module, path: str) -> list[nn.Module]:
         there = f"there are {known}" if known else "there is none in it"
         if "" in lists and len(lists[""]):
             there += (
-                ". It is such a list itself: put it into another one, as in "
+                ". The module itself is a list: put it into a list, as in "
                 "functionalize(nn.Sequential(module), stacked='0')"
             )
         raise LoopError(

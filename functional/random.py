@@ -1,10 +1,10 @@
 """Random numbers from keys: pure functions, no generator and no global state.
 
-A key is an int64 tensor [2]; batches of keys are [*batch, 2], and every draw from a batch has the
-batch's dims in front. Bits depend only on the key and the linear index in the whole array, so a mask is
-the same on one device or many, in the forward or when it is recomputed. Under `torch.vmap` an unmapped
-key gives every example the same values; split it and map over the keys for different ones. As in JAX, a
-key is for one use: draw from it once, or split it.
+A key is an int64 tensor [2]; batches of keys are [*batch, 2], and every draw from a batch has the batch's
+dims in front. Bits depend only on the key and the linear index in the whole array, so a mask is the same
+on one device or many, in the forward or when it is recomputed. Under `torch.vmap` an unmapped key gives
+every example the same values; split it and map over the keys for different ones. As in JAX, use a key
+only once: draw from it, or split it.
 
 All draws are pointwise ATen operations on the result of one opaque op, `torchard::random_bits`, whose
 words are Philox4x64-10 (Salmon et al., SC 2011).
@@ -140,7 +140,7 @@ def split(key: Key, n: int = 2) -> Tensor:
 
 @checked
 def fold_in(key: Key, data: int | Tensor) -> Tensor:
-    """Derive a key from a key and a number, such as that of a step, a layer or a rank.
+    """Derive a key from a key and a number, such as the number of a step, a layer or a rank.
 
     Args:
         key: int64 ``[*batch, 2]``.
@@ -312,8 +312,8 @@ def randint(key: Key, shape: Shape, low: int, high: int) -> Tensor:
     Args:
         key: int64 ``[*batch, 2]``.
         shape: the shape of the draw from one key.
-        low: the least integer.
-        high: one more than the greatest; ``high - low`` is between 1 and 2^31.
+        low: the smallest integer.
+        high: one more than the largest integer; ``high - low`` is between 1 and 2^31.
 
     Returns:
         int64 ``[*batch, *shape]``; each integer has the same probability to within 2^-32.

@@ -44,9 +44,9 @@ def repeat(
 ) -> Any:
     """Apply a block n times, each time with the next row of stacked parameters.
 
-    Computes what ``for i in range(n): x = block(row i of stacked, x, *rest)`` does. In a transformed
-    function it is one operation with a body, so that tracing, planning and compiling take the time
-    that one layer takes, whatever n is. Outside of transforms it is that loop.
+    Computes the same as ``for i in range(n): x = block(row i of stacked, x, *rest)``. In a transformed
+    function it is one operation with a body, so that tracing, planning and compiling take the time of one
+    layer, whatever n is. Outside of transforms it runs this Python loop.
 
     Args:
         block: a pure function ``(params, x, *rest) -> x``; its result has the structure, shapes and
@@ -94,7 +94,7 @@ def apply_layers(
     key: torch.Tensor | None = None,
     index: bool = False,
 ) -> Any:
-    """What `repeat` does, with its layers in a frame for each iteration."""
+    """The implementation of `repeat`, with a frame for each iteration."""
     count = _count(stacked)
     given: dict[str, Any] = {}
     if key is not None:
@@ -116,14 +116,14 @@ def stack(trees: Sequence[Any]) -> Any:
     """Stack the parameters of equal layers, for `repeat`.
 
     Args:
-        trees: pytrees of one structure; leaves in the same place have one shape and dtype. Leaves may be
-            specs (`P`), all alike.
+        trees: pytrees of the same structure; corresponding leaves have the same shape and dtype. Leaves
+            may be specs (`P`), which must be equal.
 
     Returns:
         One tree, whose leaves have a new leading dim, which is not split.
 
     Raises:
-        ValueError: there are none, or their structures or specs differ.
+        ValueError: there are no trees, or their structures or specs differ.
 
     >>> import torch, torchard as ta
     >>> layers = ta.stack([{"w": torch.ones(2, 3)} for _ in range(4)])
@@ -179,8 +179,8 @@ def _count(stacked: Any) -> int:
         shape = tuple(getattr(leaf, "shape", ()))
         if not shape:
             raise LoopError(
-                f"repeat: {path} is {_text(leaf)}, without a leading dim of layers. Give what all layers "
-                "share as a further argument: repeat(block, stacked, x, shared)."
+                f"repeat: {path} is {_text(leaf)}, without a leading dim of layers. Pass values that "
+                "all layers share as further arguments: repeat(block, stacked, x, shared)."
             )
         counts.setdefault(int(shape[0]), f"{path} {list(shape)}")
     if len(counts) != 1 or 0 in counts:
@@ -200,8 +200,8 @@ def _check_carry(x: Any) -> None:
     for path, leaf in zip(tree.paths(x, "x"), tree.leaves(x), strict=True):
         if not isinstance(leaf, torch.Tensor) and not is_placed(leaf):
             raise LoopError(
-                f"repeat: {path} is {_text(leaf)}; the carry must be tensors. Pass "
-                "torch.tensor(...), or give it as a further argument: repeat(block, stacked, x, other)."
+                f"repeat: {path} is {_text(leaf)}; the carry must be tensors. Pass torch.tensor(...), "
+                "or pass it as a further argument: repeat(block, stacked, x, other)."
             )
 
 
@@ -239,16 +239,16 @@ class _Step:
         if tree.structure(result) != self.structure:
             hint = "" if self.collect else " To collect a result of each layer, pass collect=True."
             raise LoopError(
-                f"{source.begins_here()}repeat: the block returned {tree.structure(result)} for an x of "
-                f"{self.structure}; the next layer takes what it returns, so the structure is "
-                f"that of x.{hint}"
+                f"{source.begins_here()}repeat: the block returned {tree.structure(result)} for an x "
+                f"of {self.structure}; the next layer receives this result, so it must have the "
+                f"structure of x.{hint}"
             )
         for path, known, new in zip(self.paths, self.kinds, _kinds(result), strict=True):
             if known != new:
                 raise LoopError(
                     f"{source.begins_here()}repeat: {path} is {_kind_text(known)}, and the block "
-                    f"returned {_kind_text(new)}; the next layer takes what it returns, so shape and "
-                    "dtype stay. Convert it in the block, or x before."
+                    f"returned {_kind_text(new)}; the next layer receives this result, so it must have "
+                    "the shape and dtype of x. Convert it in the block, or x before."
                 )
 
 
@@ -322,7 +322,7 @@ def trace_shapes(fn: Callable[..., Any], *args: Any) -> Program:
 
 
 def _shape_of(leaf: Any) -> Any:
-    """What stands for an argument of the block while it is traced."""
+    """The placeholder of an argument of the block while it is traced."""
     if is_placed(leaf):
         shape, dtype, device = leaf.__torchard_placed__()[:3]
         return ShapeDtype(tuple(shape), dtype, device)

@@ -14,7 +14,7 @@ __all__ = ["saved_residuals"]
 
 @checked
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
-    """List the values of the forward that a function's gradient, or one taken inside it, keeps.
+    """List the values of the forward that are saved for the gradient of a function, or inside of it.
 
     Args:
         fn: a function, transformed or not.
@@ -23,7 +23,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
 
     Returns:
         A list of records that prints as a table: kind, what, name, shape, dtype, bytes on one device,
-        scope, source line, and why the value is kept. ``.bytes`` is the total without arguments.
+        scope, source line, and why the value is saved. ``.bytes`` is the total without arguments.
 
     Source: ``jax.ad_checkpoint.print_saved_residuals``.
 

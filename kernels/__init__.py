@@ -1,4 +1,4 @@
-"""Operations that run as one: patterns, kernels, and ``fuse``.
+"""Groups of operations that run as one kernel: patterns, kernels, and ``fuse``.
 
 Imports `torchard.functional`, never `torchard.sharding`.
 """

@@ -41,33 +41,33 @@ def fuse(
     where: Where | None = None,
     name: str | None = None,
 ) -> Transformed:
-    """Run every occurrence of a pattern in a function as one kernel, however it is spelled there.
+    """Run every match of a pattern in a function as one kernel, however it is written there.
 
-    Without a pattern, the library's kernels are looked for, and used where they move fewer bytes.
-    With one, its occurrences run as ``kernel``, or are compiled. Gradients are fused as well.
+    Without a pattern, the library's kernels are searched for, and used if they move fewer bytes. With a
+    pattern, its matches run as ``kernel``, or are compiled. Gradients are fused as well.
 
     Args:
         fn: a pure function of pytrees.
         pattern: a function of tensors (see `Pattern`), a Pattern, or a Kernel.
         kernel: a function that computes the same values as the pattern, or a Kernel.
-        compiler: for kernels without an implementation for the device: ``"inductor"`` (on a CPU, only
-            where it is faster than eager operations; see ``.lower(...).kernels``) or ``"eager"``.
+        compiler: for kernels without an implementation for the device: ``"inductor"`` (on a CPU, only if
+            it is faster than eager operations; see ``.lower(...).kernels``) or ``"eager"``.
         where: the scopes to search: a pattern of scopes (``"block/*"``), several, or a function of the
             scope's path.
         name: the kernel's name in reports and for policies; by default that of the pattern.
 
     Returns:
-        A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``.
+        A function that computes the same as ``fn``, with ``.lower`` and ``.lower_joint``.
 
     Raises:
-        KernelError: the compiler is unknown, a kernel or a name is given without a pattern, or beside a
-            Kernel that has its own. When called: the kernel returns other shapes or dtypes than the
-            pattern, or has no vjp and a gradient is taken through it.
+        KernelError: the compiler is unknown, or a kernel or a name is given without a pattern, or in
+            addition to a Kernel, which already has both. When called: the kernel returns different shapes
+            or dtypes from the pattern, or has no vjp and a gradient is taken through it.
         PatternError: the pattern cannot be traced.
         NoMatch (when called): the pattern does not occur in ``fn``, or ``where`` matches none of its
             scopes; the message names the nearest miss.
 
-    Source: Slapo, Chen et al., arXiv:2302.08005, for patterns that are given beside the model.
+    Source: Slapo, Chen et al., arXiv:2302.08005, for patterns that are separate from the model.
 
     >>> import torch, torchard as ta
     >>> def model(x, w, b):
@@ -98,7 +98,7 @@ def find(
     *,
     where: Where | None = None
 ) -> Callable[..., list[Match]]:
-    """List the occurrences of a pattern, and of its gradient, in a function. Nothing is rewritten.
+    """List the matches of a pattern, and of its gradient, in a function. Nothing is rewritten.
 
     Args:
         fn: a pure function of pytrees.
@@ -138,8 +138,8 @@ def _check_used(pattern: Any, kernel: Any, name: str | None) -> None:
     """Refuse a kernel or a name that nothing would come of."""
     if pattern is None and kernel is not None:
         raise KernelError(
-            f"fuse(kernel={kernel!r}) without a pattern: say what it replaces, as in fuse(fn, pattern, "
-            "kernel), or register it by register_kernel, so that fuse(fn) looks for it."
+            f"fuse(kernel={kernel!r}) without a pattern: give the pattern that it replaces, as in "
+            "fuse(fn, pattern, kernel), or call register_kernel, so that fuse(fn) searches for it."
         )
     if pattern is None and name is not None:
         raise KernelError(
@@ -150,23 +150,23 @@ def _check_used(pattern: Any, kernel: Any, name: str | None) -> None:
         return
     if kernel is not None:
         raise KernelError(
-            f"fuse(kernel={kernel!r}) and the Kernel {pattern.name!r}, which has references and "
-            "implementations of its own: pass either a Kernel or kernel=, not both, as in "
-            "fuse(fn, Kernel), or fuse(fn, pattern, kernel) with a pattern that is a function."
+            f"fuse(kernel={kernel!r}) and the Kernel {pattern.name!r}, which already has references "
+            "and implementations: pass either a Kernel or kernel=, not both, as in fuse(fn, Kernel), "
+            "or fuse(fn, pattern, kernel) with a pattern that is a function."
         )
     if name is not None and name != pattern.name:
         raise KernelError(
-            f"fuse(name={name!r}) beside the Kernel {pattern.name!r}, which has its name; change it by "
-            f"dataclasses.replace(kernel, name={name!r})."
+            f"fuse(name={name!r}) and the Kernel {pattern.name!r}, which already has a name; change it "
+            f"with dataclasses.replace(kernel, name={name!r})."
         )
 
 
 def _kernel(pattern: Any, kernel: Any, name: str | None) -> Kernel:
-    """The Kernel that a pattern and a kernel, as given to `fuse`, stand for."""
+    """The Kernel that a pattern and a kernel, as given to `fuse`, describe."""
     if isinstance(pattern, Kernel):
         return pattern
     if isinstance(kernel, Kernel):
-        # It is asked for, so whether it pays without weights is not the question.
+        # It is requested, so it is used even if it is not faster without weights.
         references = (pattern, *kernel.references)
         return replace(kernel, name=name or kernel.name, references=references, weights=())
     reference = pattern if isinstance(pattern, Pattern) else Pattern(pattern)
@@ -185,7 +185,7 @@ class Fuse(Rewrite):
     """The rewrite of ``fuse``.
 
     Attributes:
-        kernels: the kernels that were asked for; None for the library's.
+        kernels: the kernels that were requested; None for the library's.
         compiler, where: as for `fuse`.
         asked: whether the call was inlined into another trace. Then only nodes with its tag are fused.
     """
@@ -201,7 +201,7 @@ class Fuse(Rewrite):
         return (pattern_pass(Stage.REPLACE, self, patterns, "be searched"),)
 
     def annotate(self, program: Program) -> Program:
-        """Check that the scopes and the pattern that were asked for occur."""
+        """Check that the requested scopes and pattern occur."""
         if self.where is not None:
             self._check_where(program)
         if self.kernels is not None:
@@ -243,7 +243,7 @@ class Fuse(Rewrite):
         assert self.where is not None
         scopes = scopes_in(program)
         if not any(_inside(scope, self.where) for scope in scopes):
-            shown = ", ".join(map(repr, scopes[:12])) or "none: label a part with scope('block/0')"
+            shown = ", ".join(map(repr, scopes[:12])) or "none: label a region with scope('block/0')"
             raise NoMatch(
                 f"fuse({program.name}, where={self.where}) matches no scope of it; there are {shown}."
             )

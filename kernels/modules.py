@@ -23,7 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @checked
 def replaced(module: M, path: str | Sequence[str], block: Callable[..., Any]) -> M:
-    """A copy of a module in which a function takes the place of some submodules.
+    """A copy of a module in which a function replaces some submodules.
 
     The copy shares the module's tensors, under the same names, so the state_dict of either loads into
     the other; the module is not changed. Code that reads the weights of a replaced submodule without
@@ -45,7 +45,7 @@ def replaced(module: M, path: str | Sequence[str], block: Callable[..., Any]) ->
     Raises:
         NoMatch: no submodule has the path.
         KernelError: the submodules of a list are not consecutive, or a submodule has already been
-            replaced; when called: the block returns other shapes or dtypes than what it replaces.
+            replaced; when called: the block returns different shapes or dtypes from the submodule.
 
     Source: Slapo, Chen et al., arXiv:2302.08005, section 3.
 
@@ -202,7 +202,7 @@ class _Call:
         return out
 
     def _check(self, arguments: Any, have: str) -> None:
-        """Compare the result with what the parts return for the same inputs on the meta device."""
+        """Compare the result with the replaced modules' on the same inputs on the meta device."""
         with internals.no_modes(), internals.autocast_off(), torch.no_grad():
             try:
                 on_meta = tree.map(_on_meta, arguments)
@@ -211,8 +211,8 @@ class _Call:
                 return  # they need data, or do not take these inputs
         if have != _described(result):
             raise KernelError(
-                f"{self.what}: {getattr(self.block, '__name__', self.block)} returned {have}, but what "
-                f"it replaces returns {_described(result)}. Shapes and dtypes must agree."
+                f"{self.what}: {getattr(self.block, '__name__', self.block)} returned {have}, but the "
+                f"replaced module returns {_described(result)}. Shapes and dtypes must agree."
             )
 
 

@@ -1,4 +1,4 @@
-"""Where data lives on a mesh, and what crosses the network."""
+"""Where data lives on a mesh, and which transfers cross the network."""
 
 from torchard.sharding.accumulate import accumulate
 from torchard.sharding.checkpointing.storage import StorageError, StorageWarning, load, save

@@ -36,29 +36,29 @@ def accumulate(
 ) -> Transformed:
     """Compute a function in slices of its batch, one after another, with its sums added up.
 
-    The result is that of ``fn``: its sums over the batch are added up over the slices, and what it does
-    with a sum is done after the last slice, so weighted means and masked losses are right. The values and
-    residuals of one slice are in memory at a time. Where ``fn`` takes the gradients itself, a slice's
-    backward follows its forward; where they are taken of the result, the backward computes each slice's
-    forward again. What does not depend on the batch is computed once, before the first slice, and what
-    needs the sums (an optimizer's update) after the last.
+    The result is the same as that of ``fn``: its sums over the batch are added up over the slices, and
+    operations on a sum run after the last slice, so weighted means and masked losses are correct. Only
+    the values and residuals of one slice are in memory at a time. If ``fn`` takes the gradients itself, a
+    slice's backward follows its forward; if gradients of the result are taken, the backward computes each
+    slice's forward again. Values that do not depend on the batch are computed once, before the first
+    slice; operations that need the sums (an optimizer's update) run after the last.
 
     Sums of float16 and bfloat16 are added up in float32. A sum that the slices themselves need, such as
-    the number of labels that count, is computed before them, if that takes no matrix product or
+    the number of labels that count, is computed before the slices, if that takes no matrix product or
     convolution.
 
     Args:
         fn: a pure function of pytrees.
         steps: the number of slices.
-        batch: which dim of which arguments is the batch, as ``in_dims`` of `torch.vmap`: a pytree prefix
+        batch: which dim of each argument is the batch, like ``in_dims`` of `torch.vmap`: a pytree prefix
             of the positional arguments (or a mapping by argument name) with a dim, or None, at each leaf.
 
     Returns:
-        A function that computes what ``fn`` does.
+        A function that computes the same as ``fn``.
 
     Raises (when called):
         AccumulateError: a dim does not exist, or is not a multiple of the number of slices; or an
-            operation needs the whole batch, as batch normalization does. The message names its line.
+            operation needs the entire batch, as batch normalization does. The message names its line.
 
     Source: microbatches, Huang et al., GPipe, arXiv:1811.06965, section 2.2.
 

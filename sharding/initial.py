@@ -37,13 +37,13 @@ def initialize(
     *,
     rules: AxisRules | None = None,
 ) -> Any:
-    """Initialize parameters on a mesh; each rank computes its own shards only.
+    """Initialize parameters on a mesh; each rank computes only its own shards.
 
     Values depend on the key and the parameter's name, not on the mesh or on other parameters.
 
     Args:
-        init: ``init(name, key, shape, dtype)`` returns the whole parameter with this (dotted) name.
-            Every name has its own key, folded from ``key``.
+        init: ``init(name, key, shape, dtype)`` returns the full parameter with this (dotted) name. Every
+            name has its own key, folded from ``key``.
         params: nested dicts of anything with a shape and a dtype: tensors on ``meta``, or `ShapeDtype`.
         mesh: as for `place`.
         specs: as for `place`.
@@ -54,9 +54,9 @@ def initialize(
         A tree like ``params`` of MeshTensors.
 
     Raises:
-        SpecError: specs do not fit, or ``init`` returned a tensor of another shape or dtype; names the
-            parameter.
-        TypeError: a leaf of ``params`` has no shape or dtype; names it.
+        SpecError: specs do not fit, or ``init`` returned a tensor of a different shape or dtype; the
+            message names the parameter.
+        TypeError: a leaf of ``params`` has no shape or dtype; the message names it.
         PurityError: ``init`` draws from torch's global random state.
 
     >>> import torch, torchard as ta

@@ -41,7 +41,7 @@ Limit = Annotated[float, AtLeast(0)] | torch.Tensor
 
 @checked
 def clip_by_global_norm(values: Any, limit: Limit) -> tuple[Any, torch.Tensor]:
-    """Scale a tree down to a global norm of at most ``limit``. Specs are kept.
+    """Scale a tree down to a global norm of at most ``limit``. Specs do not change.
 
     Args:
         values: a tree of tensors and MeshTensors, such as gradients.

@@ -57,7 +57,7 @@ def pipeline(
             (two chunks), or a list of tasks for each rank.
 
     Returns:
-        A function that computes what ``fn`` does.
+        A function that computes the same as ``fn``.
 
     Raises:
         PipelineError: the mesh has no such axis; there is no such schedule, or one that cannot be run.

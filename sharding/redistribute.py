@@ -40,10 +40,10 @@ def place(
     rules: AxisRules | None = None,
     check_replicated: bool = True,
 ) -> Any:
-    """Put a tree of global tensors on a mesh; every rank keeps its shards only.
+    """Put a tree of global tensors on a mesh; every rank holds only its shards.
 
     Args:
-        values: a pytree. Tensors are placed, MeshTensors redistributed, other leaves kept.
+        values: a pytree. Tensors are placed, MeshTensors redistributed, other leaves returned unchanged.
         mesh: where to put them.
         specs: a pytree prefix of ``values`` with a `P` at each leaf.
         rules: a mapping from names of dims in the specs to axes.
@@ -56,7 +56,7 @@ def place(
         ReplicaMismatch: ranks passed different tensors.
         SpecError: ``specs`` is not a prefix of ``values``, or a spec does not fit its value.
         PlacementError: a tensor is sparse.
-        MeshError: a MeshTensor is on another mesh.
+        MeshError: a MeshTensor is on a different mesh.
         TypeError: an array is not a tensor, or there is no tensor in ``values``.
 
     Source: ``jax.device_put``.
@@ -109,7 +109,7 @@ def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
     if isinstance(leaf, MeshTensor):
         if leaf.mesh != mesh:
             raise MeshError(
-                f"{path} is on {leaf.mesh}, not on {mesh}: place its whole value, which .full() returns."
+                f"{path} is on {leaf.mesh}, not on {mesh}: place its full value, which .full() returns."
             )
         return redistribute(leaf, spec)
     if not isinstance(leaf, torch.Tensor):
@@ -127,12 +127,12 @@ def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
         return MeshTensor(held, [leaf.clone()])
     if leaf.requires_grad or internals.has_transforms():
         return _mover(mesh, spec, (leaf.shape, leaf.dtype))(leaf)
-    # Copies, which neither keep the whole value alive nor share memory with it.
+    # Copies, which neither keep the full value alive nor share memory with it.
     return MeshTensor(held, [cut(leaf, layout, at, mesh).clone() for at in held.places])
 
 
 def cut(value: torch.Tensor, layout: Layout, at: Coords, mesh: Mesh) -> torch.Tensor:
-    """The shard of a whole value at a coordinate."""
+    """The shard of a global value at a coordinate."""
     if not layout.is_at(at):
         return value.new_empty(layout.local_shape(at, mesh.shape))
     subs = [sub for dim in layout.dims for sub in dim]
@@ -144,7 +144,7 @@ def cut(value: torch.Tensor, layout: Layout, at: Coords, mesh: Mesh) -> torch.Te
 
 
 def full(value: MeshTensor) -> torch.Tensor:
-    """The whole value on every rank. Every rank must call it."""
+    """The full value on every rank. Every rank must call it."""
     _agree(value, "full()")
     whole = _mover(value.mesh, P(), value._read()[:4])(value)
     return whole.parts[0] if isinstance(whole, MeshTensor) else whole  # replicated already

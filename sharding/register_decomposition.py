@@ -22,29 +22,30 @@ __all__ = ["register_decomposition"]
 
 # The most elements of a call whose decomposition is compared with it.
 _MOST = 2**20
-# How many roundings of the largest element the two may be apart.
+# By how many roundings of the largest element the two may differ.
 _ROUNDINGS = 1000
 
 
 @checked
 def register_decomposition(*targets: Any, fn: Callable[..., Any]) -> None:
-    """Register what an operation computes, as a function of operations that can be split.
+    """Register a function of operations that can be split, which computes the same as an operation.
 
-    A plan puts it in the operation's place where that would have to gather a dim that is split: one that
-    its rule calls ``whole``, or any, if it has no rule. So only what these operations communicate is
-    sent: statistics of a norm, and not its values.
+    A plan replaces the operation by this function if the operation would have to gather a split dim: a
+    dim that its rule calls ``whole``, or any dim if it has no rule. So only the communication of the
+    function's operations crosses the network: for a norm, statistics and not values.
 
-    It is compared with the operation when it is first used, on random tensors of the call's shapes;
-    operations that cannot be called on such tensors, because they take indices or check values, are not.
+    The function is compared with the operation when it is first used, on random tensors of the call's
+    shapes, unless the operation takes indices or checks values, so that random tensors do not suit it.
 
     Args:
         targets: ``torch.ops`` overloads.
-        fn: takes the operation's arguments, and returns as many tensors, of the same shapes and dtypes;
-            it is traced. NotImplemented declines a call, which gathers then.
+        fn: takes the operation's arguments, and returns the same number of tensors, with the same shapes
+            and dtypes; it is traced. If it returns NotImplemented, the call is not decomposed and
+            gathers.
 
     Raises:
         TypeError: a target is not an overload, such as ``torch.ops.mine.norm.default``.
-        RuleError: (when it is first used) the function computes something else than the operation.
+        RuleError: (when it is first used) the function does not compute the same as the operation.
 
     >>> import torch, torchard as ta
     >>> @torch.library.custom_op("docs::centered", mutates_args=())
@@ -105,8 +106,8 @@ class _Check:
         if len(have) != len(want) or not all(close(*pair, _ROUNDINGS, 1e-30) for pair in pairs):
             raise RuleError(
                 f"the decomposition of {node.target} is wrong: on random tensors of shapes "
-                f"{[list(x.shape) for x in operands]} it returns {_kinds(have)} for {_kinds(want)}"
-                f"{_apart(have, want)}. It must compute what the operation does."
+                f"{[list(x.shape) for x in operands]} it returns {_kinds(have)} instead of "
+                f"{_kinds(want)}{_apart(have, want)}. It must compute the same as the operation."
             )
 
 
@@ -117,4 +118,4 @@ def _kinds(values: list[torch.Tensor]) -> str:
 def _apart(have: list[torch.Tensor], want: list[torch.Tensor]) -> str:
     same = [(x, y) for x, y in zip(have, want, strict=False) if x.shape == y.shape]
     apart = [float((x.double() - y.double()).abs().max()) for x, y in same if is_inexact(x) and x.numel()]
-    return f", up to {max(apart):.2e} apart" if apart else ""
+    return f", with differences of up to {max(apart):.2e}" if apart else ""

@@ -2,8 +2,8 @@
 
 A wrong rule would silently give wrong numbers. So on small random tensors each factor is split over two
 ranks, as in a plan, and operands in which the rule calls the operation linear are written as sums; the
-results must be those of the operation. Operations that cannot be called on such tensors, because they
-take indices or check values, are not checked.
+results must equal the operation's. Operations that cannot be called on such tensors, because they take
+indices or check values, are not checked.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def register_rule(
 
     The rule is checked against the operation when it is first used.
 
-    A rule names the factors of every dim, first of all tensor operands, then of all results (operands
-    that are not tensors are left out). A repeated name is the same factor, which must be split alike
-    wherever it occurs; a factor that is on no result is summed over ranks::
+    A rule names the factors of every dim, first for all tensor operands, then for all results (operands
+    that are not tensors are left out). A repeated name is the same factor, which must be split in the
+    same way wherever it occurs; a factor that is in no result is summed over ranks::
 
         i k, k j -> i j                     a contraction: if k is split, partial sums are added
         ..., ... -> ...                     pointwise: any number of dims, broadcast from the right
@@ -61,7 +61,7 @@ def register_rule(
         b (h=4 d) -> b d                    a factor with its size, where no shape determines it
         i, 1 -> i                           a dim of size one, which has no factor
 
-    Clauses state what dims alone cannot::
+    Clauses state what dims cannot express::
 
         ... d -> ... d | whole d            may not be split; ``...`` is all dims of it, ``.0`` the last
         ... d -> ... | reduce d max         partial results over d are combined by max or min, not summed
@@ -77,13 +77,13 @@ def register_rule(
     Args:
         targets: ``torch.ops`` overloads.
         text: the rule, or a function from the call to it, which may return None to gather the operands.
-        emit: a function that computes one coordinate's part; None applies the operation to the local
+        emit: a function that computes one coordinate's shard; None applies the operation to the local
             operands.
         alias: whether the operation is a bijective view.
 
     Raises (when the rule is first used):
         RuleError: the text is not a rule, or does not fit the shapes (the message points at the
-            position); or the operation, split by the rule, gives other results (it names the factor).
+            position); or the operation, split by the rule, gives different results (it names the factor).
 
     >>> import torch, torchard as ta
     >>> @torch.library.custom_op("docs::scaled_mm", mutates_args=())

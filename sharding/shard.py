@@ -1,4 +1,4 @@
-"""shard: run a function written for whole arrays on a mesh."""
+"""shard: run a function written for global arrays on a mesh."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def shard(
     schedule: Schedule | None = None,
     check_replicated: bool = True,
 ) -> Transformed:
-    """Run a function that is written for whole arrays on a mesh.
+    """Run a function that is written for global arrays on a mesh.
 
     The layouts of values inside are propagated from the specs of arguments, results and constraints.
-    ``.lower(*args).collectives`` lists what will cross the network, before anything runs.
+    ``.lower(*args).collectives`` lists all transfers over the network, before anything runs.
 
     Args:
         fn: a pure function of pytrees.
@@ -47,7 +47,8 @@ def shard(
             A pattern that may select some layers of a `repeat`, such as ``"block/3/*"``, unrolls the
             loop, with an `UnrolledLoopWarning`.
         rules: a mapping from names of dims, in these specs and in `constrain` inside, to axes.
-        reduce_dtype: the dtype in which narrower floats are summed over ranks; None sums in their own.
+        reduce_dtype: the dtype in which narrower floats are summed over ranks; None sums in their own
+            dtype.
         schedule: how far ahead parameters are gathered, and how gradients are merged; see `Schedule`.
         check_replicated: compare plain tensors across ranks by checksum when they are first used.
 
@@ -59,7 +60,7 @@ def shard(
 
     Raises (when called):
         SpecError: a spec does not fit its value; the message names the argument's path.
-        MeshError: a MeshTensor is on another mesh.
+        MeshError: a MeshTensor is on a different mesh.
         ReplicaMismatch, PlanMismatch: ranks pass different plain tensors, or plan different programs.
 
     Source: GSPMD, Xu et al., arXiv:2105.04663; factor propagation as in Shardy.

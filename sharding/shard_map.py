@@ -232,10 +232,10 @@ def _misfit(which: str, shape: tuple[int, ...], spec: P, path: str, edges: _Edge
     for d, (n, entry, parts) in enumerate(split):
         if n % parts:
             return (
-                f"{which} gives {path} the spec {spec}, which splits dim {d} of shape "
-                f"{list(shape)} over {entry!r} into {parts} parts, but {n} is not divisible by {parts}: "
-                "inside shard_map every rank has the same shapes. Pad it to "
-                f"{-(-n // parts) * parts}, or use shard, which allows uneven shards."
+                f"{which} gives {path} the spec {spec}, which splits dim {d} of shape {list(shape)} "
+                f"over {entry!r} into {parts} shards, but {n} is not divisible by {parts}: inside "
+                f"shard_map every rank has the same shapes. Pad it to {-(-n // parts) * parts}, or use "
+                "shard, which allows uneven shards."
             )
     return None
 
@@ -247,7 +247,7 @@ def _misnamed(
     if spec.named is not None:
         return (
             f"{which} gives {path} the spec {spec}: shard_map takes no named factors; reshape, so that "
-            "the factor is a dim of its own."
+            "the factor is a separate dim."
         )
     try:
         layout_of(spec, shape, edges.mesh, f"{which}: {path}")

@@ -24,19 +24,19 @@ __all__ = ["stage_specs"]
 def stage_specs(fn: Transformed, *args: Any, specs: Any = None, **kwargs: Any) -> Any:
     """The specs of a pipeline's first argument, each at the one stage that uses the value.
 
-    What several stages use, such as a tied embedding, and what none uses is everywhere.
+    A value that several stages use, such as a tied embedding, or that no stage uses, is at all stages.
 
     Args:
-        fn: what `pipeline` returned, or a transform of it.
+        fn: a result of `pipeline`, or a transform of it.
         args, kwargs: its arguments, as for ``fn.lower``: `ShapeDtype` suffices.
         specs: how the first argument is split over other axes: a pytree prefix of it with a `P` at each
-            leaf; by default as its values are placed, and others not at all.
+            leaf; by default the specs of placed values, and no split for other values.
 
     Returns:
         A tree like the first argument, with a `P` for each leaf, for `place` and `initialize`.
 
     Raises:
-        SpecError: ``specs`` is no prefix of the first argument.
+        SpecError: ``specs`` is not a prefix of the first argument.
         PipelineError, AccumulateError: as for a call of ``fn``.
 
     >>> import torch, torchard as ta

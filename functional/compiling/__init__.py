@@ -1,6 +1,6 @@
-"""What `jit` gives to a compiler: regions of a program, and repairs of Inductor's faults.
+"""Regions of a program, which `jit` gives to a compiler, and workarounds for Inductor's faults.
 
 A task of a pipeline's schedule, or a body of a loop, is a region (regions.py). Equal regions share one
-compiled function, and what a region is the last to read it may write over (region_donation.py). Before
-Inductor lowers a graph, passes work around its faults (compiler_repairs.py and what that names).
+compiled function. A region may write over values that it is the last to read (region_donation.py). Before
+Inductor lowers a graph, passes work around its faults (compiler_repairs.py and the files it names).
 """

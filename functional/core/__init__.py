@@ -1,1 +1,1 @@
-"""Errors, checks of arguments, pytrees, and other parts that do not depend on programs."""
+"""Errors, checks of arguments, pytrees, and other code that does not depend on programs."""

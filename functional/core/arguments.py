@@ -33,7 +33,7 @@ class AtLeast(float):
 
 
 class Like(str):
-    """An example of what is meant, for messages: ``Annotated[Tensor, Like("random.key(0)")]``."""
+    """An example of a valid argument, for messages: ``Annotated[Tensor, Like("random.key(0)")]``."""
 
 
 class CheckedInside:

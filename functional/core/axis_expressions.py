@@ -7,8 +7,8 @@
     axis       := name ["=" number] | number           a number is an axis of that size
     clause     := name {name | number | "..." | ".0"}  ".0" is the last dim of an ellipsis, ".1" the next
 
-This module has the grammar only. Its callers define what a dim, a clause or an ellipsis means, and refuse
-those they do not support, with the position in the text.
+This module has the grammar only. Its callers define the meaning of a dim, a clause or an ellipsis, and
+refuse those they do not support, with the position in the text.
 """
 
 from __future__ import annotations

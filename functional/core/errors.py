@@ -43,7 +43,7 @@ class PurityError(RuntimeError):
 
 
 class UnexpectedTracerError(RuntimeError):
-    """A tensor of a trace was used after the trace had ended. The message names the line that made it.
+    """A tensor of a trace was used after the trace had ended. The message names the line that created it.
 
     >>> import torch, torchard as ta
     >>> leaked = []
@@ -106,7 +106,7 @@ class CheckpointError(ValueError):
 
 
 class AccumulateError(ValueError):
-    """A function cannot be computed in slices of its batch: it needs the whole batch, or has none.
+    """A function cannot be computed in slices of its batch: it needs the entire batch, or has none.
 
     >>> import torch, torchard as ta
     >>> f = ta.accumulate(lambda x: x.sort(0).values.sum(1), 2, batch=0)
@@ -130,20 +130,20 @@ class PipelineError(ValueError):
     Traceback (most recent call last):
         ...
     torchard.PipelineError: pipeline(<lambda>, stages=...): 'block/*' matches no scope; label its
-        layers by torchard.scope.
+        layers with torchard.scope.
     """
 
 
 class LoopError(ValueError):
-    """A loop does not fit together: rows and counts, or what a layer hands to the next; names the leaf.
+    """A loop's rows, counts or carries do not fit together. The message names the leaf.
 
     >>> import torch, torchard as ta
     >>> ta.repeat(lambda w, x: x @ w, torch.ones(3, 4, 5), torch.ones(2, 4))
     Traceback (most recent call last):
         ...
     torchard.LoopError: <doctest LoopError[1]>:1 in <module>: repeat: x is float32[2, 4], and the
-        block returned float32[2, 5]; the next layer takes what it returns, so shape and dtype
-        stay. Convert it in the block, or x before.
+        block returned float32[2, 5]; the next layer receives this result, so it must have the
+        shape and dtype of x. Convert it in the block, or x before.
     """
 
 
@@ -159,7 +159,7 @@ class PatternError(ValueError):
 
 
 class NoMatch(ValueError):
-    """A requested pattern, scope or submodule does not occur. The message says what comes nearest.
+    """A requested pattern, scope or submodule does not occur. The message names the nearest candidates.
 
     >>> import torch, torchard as ta
     >>> def biased_gelu(x, b):
@@ -193,8 +193,8 @@ class KernelError(ValueError):
 class RetraceWarning(UserWarning):
     """A function was traced for the eighth time.
 
-    The message names what keeps changing: an argument, or a global, closure variable or attribute that
-    the function reads.
+    The message names the cause: a changing argument, or a changing global, closure variable or attribute
+    that the function reads.
 
     >>> import torch, torchard as ta, warnings
     >>> f = ta.jit(lambda x, step: x * step, backend="eager")
@@ -271,7 +271,7 @@ class CollectiveError(RuntimeError):
 
     Args:
         message: names the collective, its scope and source line, and the ranks that take part.
-        collective: its record, as ``.lower(...).collectives`` lists it; None where it is not known.
+        collective: its record, as ``.lower(...).collectives`` lists it; None if it is not known.
 
     >>> # torchrun --nproc-per-node 2
     >>> import os, torch, torch.distributed as dist, torchard as ta

@@ -1,4 +1,4 @@
-"""Notes on errors of a user's function: at which of its lines, by which call of torch, on what."""
+"""Notes on errors of a user's function: the line, the call of torch, and its operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST = 60
 def note_call(
     error: Exception, line: str | None, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Note that a call of torch at this line of the user's raised an error, if nothing is noted yet.
+    """Note that a call of torch at this line of the user's code raised an error, if nothing is noted yet.
 
     Where a backward pass fails, the call of ``torch.autograd.grad`` tells nothing of the operation.
     """
@@ -36,7 +36,7 @@ def note_operands(error: Exception, scope: str, named: Mapping[str, torch.Tensor
 
 
 def note_line(error: Exception) -> None:
-    """Note the user's line that raised an error; see `note_call`, whose note stands."""
+    """Note the user's line that raised an error; see `note_call`, whose note is not replaced."""
     _note(error, source.of_error(error), "")
 
 

@@ -29,7 +29,7 @@ class Facts(NamedTuple):
 
 
 class Placed(Protocol):
-    """A leaf that stands for one global value. These methods are looked up on its class only."""
+    """A leaf that represents one global value. These methods are looked up on its class only."""
 
     def __torchard_placed__(self) -> Facts:
         """The value's facts and parts."""

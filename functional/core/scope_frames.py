@@ -1,6 +1,6 @@
 """Frames: the entries of scopes, and calls of transforms and torch's checkpoint, that a node is in.
 
-A loop may enter a scope of one name many times; each entry is a frame of its own. Frames are compared by
+A loop may enter a scope of one name many times; each entry is a separate frame. Frames are compared by
 identity, so that entries remain distinct wherever a node is copied to.
 """
 

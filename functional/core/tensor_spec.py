@@ -1,4 +1,4 @@
-"""The specs of tensors that placeholders stand for."""
+"""The specs of tensors that placeholders represent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def contiguous(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether a real floating dtype represents every number of another one.
+    """Whether a real floating dtype represents every number of a second one.
 
     It compares limits, since torch promotes no float8 to another dtype.
     """

@@ -72,8 +72,8 @@ def unflatten(structure: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
     """Build the tree of a structure from leaves.
 
     Args:
-        structure: what `flatten` or `structure` returned.
-        leaves: leaves of any type, as many as the structure has, else ValueError.
+        structure: a result of `flatten` or `structure`.
+        leaves: leaves of any type. ValueError if their number is not that of the structure.
 
     Returns:
         The tree.
@@ -123,9 +123,9 @@ def map(fn: Callable[..., Any], tree: Any, *rests: Any, is_leaf: IsLeaf = None) 
     """Apply a function to corresponding leaves.
 
     Args:
-        fn: takes one leaf of ``tree``, then what the other trees have at its place.
+        fn: takes one leaf of ``tree``, then the corresponding leaves or subtrees of the other trees.
         tree: a pytree, whose structure the result has.
-        rests: further trees; ``tree`` must be a prefix of each, so ``fn`` may be given a subtree of them.
+        rests: further trees; ``tree`` must be a prefix of each, so ``fn`` may receive a subtree of them.
         is_leaf: a predicate on nodes; those for which it holds are leaves.
 
     Returns:
@@ -185,16 +185,16 @@ def broadcast(
     Args:
         prefix: a tree whose leaves are leaves or subtrees of ``full``.
         full: the full tree.
-        name: what the message calls ``prefix``.
-        what: what the message calls ``full``.
-        leaf: what the message calls a leaf of ``prefix``.
+        name: the name of ``prefix`` in the message.
+        what: the name of ``full`` in the message.
+        leaf: the name of a leaf of ``prefix`` in the message.
         is_leaf: a predicate on nodes; those for which it holds are leaves.
 
     Returns:
         A list, in the order of ``leaves(full)``.
 
     Raises:
-        ValueError: it is not a prefix; the message says where the two differ.
+        ValueError: ``prefix`` is not a prefix; the message says where the two differ.
 
     >>> from torchard import tree
     >>> tree.broadcast({"a": 1, "b": 2}, {"a": ["x", "y"], "b": "z"})
@@ -210,7 +210,7 @@ def broadcast(
 
 
 def _misfit(prefix: Any, full: Any, name: str, what: str, leaf: str) -> str:
-    # Nodes that differ in what is static alone part at the root.
+    # Nodes that differ only in their static data differ at the root.
     path, one, other = _parting(prefix, full, "") or ("", prefix, full)
     return (
         f"{name} is not a prefix of {what}: {name}{path} is {_described(one)}, and {what}{path} is "
@@ -240,7 +240,7 @@ def _children(node: Any) -> dict[str, Any]:
 
 
 def _described(node: Any) -> str:
-    """A node in words: what it is, and what its children are called."""
+    """A description of a node: its kind, and the names of its children."""
     if optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
         return "a leaf"
     if isinstance(node, dict):
@@ -255,7 +255,7 @@ def paths(tree: Any, root: str = "", *, is_leaf: IsLeaf = None) -> list[str]:
 
     Args:
         tree: a pytree; None is a leaf.
-        root: what the paths begin with.
+        root: the text with which the paths begin.
         is_leaf: a predicate on nodes; those for which it holds are leaves.
 
     Returns:
@@ -273,7 +273,7 @@ def paths(tree: Any, root: str = "", *, is_leaf: IsLeaf = None) -> list[str]:
 
 
 class _Nothing:
-    """What replaces a leaf that is in another part: a node without leaves."""
+    """The replacement of a leaf that is in the other tree: a node without leaves."""
 
     def __repr__(self) -> str:
         return "..."
@@ -300,8 +300,8 @@ def partition(
 ) -> tuple[Any, Any]:
     """Split a tree in two by a predicate on leaves; `combine` is the inverse.
 
-    By default the first part has the floating and complex tensors, those that can be differentiated. In
-    each part, leaves of the other one are replaced by ``...``, a node without leaves.
+    By default the first tree has the floating and complex tensors, which can be differentiated. In each
+    tree, leaves of the other one are replaced by ``...``, a node without leaves.
 
     Args:
         tree: a pytree.
@@ -336,14 +336,14 @@ def partition(
 
 
 def combine(*parts: Any) -> Any:
-    """Combine the parts that `partition` made of a tree.
+    """Combine the trees into which `partition` split a tree.
 
     Args:
-        parts: trees of one structure, apart from leaves that are in other parts. A leaf comes from the
-            first part that has it.
+        parts: trees of the same structure, except for leaves that are missing. Each leaf comes from the
+            first tree that has it.
 
     Returns:
-        The whole tree.
+        The complete tree.
 
     Raises:
         ValueError: the structures differ.
@@ -369,7 +369,7 @@ def combine(*parts: Any) -> Any:
 
 
 def whole(value: Any) -> Any:
-    """The tree with its placed values gathered to whole tensors."""
+    """The tree with its placed values gathered to full tensors."""
     return optree.tree_map(
         lambda x: x.full() if is_placed(x) else x,
         value,

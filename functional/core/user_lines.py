@@ -43,7 +43,7 @@ _TYPED = ("<stdin", "<python-input", "<ipython", "<string", "<doctest")
 _PATHS = {key: os.path.abspath(path) + os.sep for key, path in sysconfig.get_paths().items()}
 _STANDARD = (_PATHS["stdlib"], _PATHS["platstdlib"])
 _PACKAGES = (_PATHS["purelib"], _PATHS["platlib"])
-# Runners of tests, which stand between a test and what it calls, as its decorators.
+# Runners of tests, whose frames are between a test and the functions that it calls.
 _RUNNERS = tuple(os.path.join(p, name) + os.sep for p in _PACKAGES for name in ("hypothesis", "_pytest"))
 # By file: code objects hash all that they hold, each time.
 _is_user: dict[str, bool] = {}
@@ -107,7 +107,7 @@ def begins_here() -> str:
 
 
 def asked_by_user(*between: str, installed: bool = True) -> bool:
-    """Whether the user's code called what calls this, but for calls of functions in files between them.
+    """Whether the user's code called the caller of this, ignoring frames of the files between them.
 
     Args:
         between: how the names of the files end.

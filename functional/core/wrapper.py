@@ -1,4 +1,4 @@
-"""The base classes of what transforms return, and of functions made of modules."""
+"""The base classes of transformed functions, and of functions made from modules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["ModuleCopy", "Wrapper"]
 # What takes the place of a module's methods where it is a function of its parameters.
 _MODES = (
     "it computes in the mode that the module had when it was functionalized: "
-    "functionalize(module.{0}()); or call {1}.module.{0}(), which later calls follow"
+    "functionalize(module.{0}()); or call {1}.module.{0}(), which applies to later calls"
 )
 _PARAMETERS = (
-    "its parameters are an argument, the dict that functionalize returned beside it (fn, params = "
-    "functionalize(module)). That is what an optimizer updates and what is saved and loaded"
+    "its parameters are an argument, the dict that functionalize returned with it (fn, params = "
+    "functionalize(module)). Let an optimizer update this dict, and save and load it"
 )
 _CONVERSIONS = (
     "its parameters are an argument: convert them, as in "
@@ -24,8 +24,8 @@ _CONVERSIONS = (
     "(buffers=); or convert the module before functionalize"
 )
 _GRADIENTS = (
-    "a gradient is what torch.func.grad returns, anew in each call. Where backward() adds to the "
-    ".grad of tensors in params, reset these: optimizer.zero_grad()"
+    "torch.func.grad returns new gradients in each call. If backward() adds to the .grad of tensors in "
+    "params, reset these: optimizer.zero_grad()"
 )
 _INSTEAD: dict[str, str] = {
     **dict.fromkeys(("train", "eval"), _MODES),
@@ -41,7 +41,7 @@ _INSTEAD: dict[str, str] = {
 
 
 class Wrapper:
-    """A callable around ``fn``; a trace of it depends on what ``fn`` closes over and reads.
+    """A callable around ``fn``; a trace of it depends on the values that ``fn`` closes over and reads.
 
     Attributes:
         fn: the function.
@@ -52,7 +52,7 @@ class Wrapper:
     rewrites: tuple[Any, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        """Say what to do instead of a method of modules, where ``fn`` was made of one."""
+        """Suggest a replacement for a method of modules, if ``fn`` was made from a module."""
         fn = vars(self).get("fn")
         if isinstance(fn, ModuleCopy):
             raise _missing(name, fn.module, "fn.fn")
@@ -77,7 +77,7 @@ class ModuleCopy:
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Say what to do instead of a method of modules, of which this is none."""
+        """Suggest a replacement for a method of modules, which this function does not have."""
         raise _missing(name, object.__getattribute__(self, "module"), "fn")
 
     def tensors_in(self, tables: Sequence[dict[str, Any]]) -> list[int]:

@@ -1,7 +1,7 @@
 """Derivatives of programs, as programs: joint, pullback, pushforward, batched.
 
 Each retraces the program with a derivative around it, so that a rewrite sees both in one graph.
-Placements are inherited: a gradient has that of its primal, a cotangent that of its output.
+Placements are inherited: a gradient has its primal's, a cotangent its output's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Vjp = Callable[[list[torch.Tensor]], tuple[list[Any], list[Any]]]
 def _callable(program: Program) -> Fn:
     """The program as a function of all its inputs.
 
-    A graph does not show where gradients were off, or autograd.Functions with a backward of the user's:
-    there the function itself runs again.
+    A graph does not record ``no_grad`` regions or custom autograd.Functions. In those cases the original
+    function is rerun.
     """
     if program.retrace is not None:
         return program.retrace
@@ -164,7 +164,7 @@ def _in_level(run: Vjp, mask: Sequence[bool]) -> Vjp:
 
 
 def _as_function(program: Program) -> Program:
-    """The program without the roles of its own derivation, to be differentiated again."""
+    """The program without the roles that its derivation set, to be differentiated again."""
     inputs = tuple(
         replace(leaf, role="primal", of=None) if leaf.role in ("cotangent", "tangent") else leaf
         for leaf in program.inputs

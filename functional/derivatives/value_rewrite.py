@@ -21,11 +21,10 @@ class ValueRewrite:
     """A transform's change of values, made on purpose: quantisation, noise, clipping.
 
     It says how the inputs and operations of a traced function are computed instead; the function is run
-    through it and traced again, before any derivative is taken and before any `Rewrite` runs. So
-    derivatives are those of what it computes, which may be chosen: ``x + (q(x) - x).detach()`` has the
-    value of ``q(x)`` and a straight-through gradient. Several run in the order in which they were
-    stacked; where among the Rewrites one stands does not matter. Hashable: it is part of every cache
-    key.
+    through it and traced again, before any derivative is taken and before any `Rewrite` runs. So the
+    changed function is differentiated, and its derivative may be chosen: ``x + (q(x) - x).detach()`` has
+    the value of ``q(x)`` and a straight-through gradient. Several run in the order in which they were
+    stacked; their position among the Rewrites does not matter. Hashable: it is part of every cache key.
 
     >>> import torch
     >>> from torchard.transforms import Transformed, ValueRewrite
@@ -43,7 +42,7 @@ class ValueRewrite:
         return type(self).call is not ValueRewrite.call
 
     def annotate(self, program: Program) -> None:
-        """Check the trace of the user's own function; raise an error for the user."""
+        """Check the trace of the user's function; raise an error for the user."""
 
     def input(self, leaf: Leaf, value: torch.Tensor) -> torch.Tensor:
         """The value that the function computes with instead of an input; closures are inputs too."""
@@ -73,9 +72,10 @@ def interpreted(program: Program, rewrite: ValueRewrite, opaque: bool) -> Progra
     leaves = [leaf for leaf, _ in inputs]
     if opaque and rewrite.changes_operations:
         raise DerivativeError(
-            f"{type(rewrite).__name__} replaces operations of {program.name}, whose gradient is not that "
-            "of its operations, because it switches gradients off or calls an autograd.Function. Write "
-            ".detach() instead of torch.no_grad(), or change inputs only (ValueRewrite.input)."
+            f"{type(rewrite).__name__} replaces operations of {program.name}, whose gradient does not "
+            "follow from its operations, because it switches gradients off or calls an "
+            "autograd.Function. Write .detach() instead of torch.no_grad(), or change inputs only "
+            "(ValueRewrite.input)."
         )
 
     def fn(values: list[torch.Tensor]) -> list[torch.Tensor]:

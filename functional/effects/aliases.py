@@ -1,7 +1,7 @@
 """Aliases: memory that a recorded graph writes to, and the views of it.
 
-Such memory has one current value, that of its root: the operation that allocated it. A view of it is a
-step from another view or the root; it is recomputed when it is read after a write.
+Such memory has one current value, its root's: the operation that allocated it. A view of it is a step
+from another view or the root; it is recomputed when it is read after a write.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class AliasTable:
     """The nodes of a graph that are written memory or views of it.
 
     Attributes:
-        by_node: the alias that each such node stands for.
+        by_node: the alias that each such node represents.
         evades: whether a value was read of which autograd did not see a write.
     """
 

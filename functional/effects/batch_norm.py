@@ -114,7 +114,7 @@ def decompose_kernels(graph: fx.Graph) -> None:
         if node.target in _UNSUPPORTED:
             raise PurityError(
                 f"{SOURCE.get(node)} calls {node.target}, which writes to its arguments: use "
-                "torch.nn.functional.batch_norm, which normalises over the whole batch on a mesh too."
+                "torch.nn.functional.batch_norm, which normalises over the entire batch on a mesh too."
             )
         writes = node.target is aten.native_batch_norm.default and node.args[5] and node.args[3]
         if node.target in _KERNELS and (writes or node.target is not aten.native_batch_norm.default):
@@ -314,7 +314,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _statistics_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
-    """The dtype of statistics: on a CPU that of the parameters, elsewhere that of the computation."""
+    """The dtype of statistics: on a CPU the parameters' dtype, elsewhere the computation's."""
     if x.device.type != "cpu":
         return _wide(x).dtype
     return next((v.dtype for v in others if v is not None), x.dtype)

@@ -30,7 +30,7 @@ def traceable_forward(part: nn.Module) -> Callable[..., Any]:
 
 
 def _bound(cls: type, name: str, instance: Any) -> Any:
-    """What a class has under a name, bound to an instance that may hide it."""
+    """The attribute of a class with this name, bound to an instance that may hide it."""
     held = inspect.getattr_static(cls, name)
     return held.__get__(instance, cls) if hasattr(held, "__get__") else held
 

@@ -59,7 +59,7 @@ def storage_key(node: fx.Node) -> int | None:
 
 
 def forgets_turns(graph: fx.Graph) -> bool:
-    """Whether plain autograd on fakes gives wrong gradients of what was recorded.
+    """Whether plain autograd on fakes gives wrong gradients of the recorded operations.
 
     After a write, autograd regenerates each view of the memory: a view of an ordinary tensor by its
     strides, one of a fake tensor by replaying the view functions. A replay leaves out changes of dims in
@@ -100,7 +100,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 @functools.cache
 def functional_twin(target: Any) -> Any:
-    """The operation with the same arguments that returns what this one writes; None if torch has none."""
+    """The operation that returns the values that this one writes; None if torch has none."""
     schema = internals.schema(target)
     outs = {a.name for a in schema.arguments if a.is_out}
     given = [(a.name, str(a.type)) for a in schema.arguments if a.name not in outs]

@@ -1,7 +1,7 @@
 """``x[i]`` with an index that is a tensor without dims: torch reads its value, and selects a view.
 
 A trace has no value of it, and records a lookup: a copy of what the view would show. A user's function
-may tell them apart by writing to one and reading the other, which `check_picked` refuses, but for
+may distinguish them by writing to one and reading the other, which `check_picked` refuses, except for
 ``x[i] += value``, which Python writes back to where it was read.
 """
 
@@ -29,7 +29,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 @dataclass(eq=False)
 class Picked:
-    """A lookup that stands for a view.
+    """A lookup that represents a view.
 
     Attributes:
         x: what was looked up in.
@@ -66,7 +66,7 @@ class Picked:
 
 
 def is_picking(func: Any, args: Any) -> bool:
-    """Whether a call of torch indexes a tensor by the value of another one."""
+    """Whether a call of torch indexes a tensor by the value of a second tensor."""
     if func not in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
         return False
     return any(map(_is_number, _items(args[1])))
@@ -171,7 +171,7 @@ def _taken(item: Any) -> int:
 
 
 def check_picked(graph: fx.Graph, picked: Sequence[Picked]) -> None:
-    """Check that a graph computes what it would if what was picked were views.
+    """Check that a graph computes the same as if the lookups were views.
 
     Raises:
         PurityError: memory is read that was written to through a view of it; names both lines.
@@ -223,6 +223,6 @@ def _refusal(reader: fx.Node, writer: fx.Node) -> PurityError:
     read, written = (SOURCE.get(node) or "the result of the function" for node in (reader, writer))
     return PurityError(
         f"{written} writes in place ({writer.target}) to memory that x[i], where i is a tensor, shares "
-        f"with what is read after it ({read}). A trace has a copy of x[i], as it does not know i. Write "
-        "by the index: x[i] = value or x[i] += value, and read x[i] again after it."
+        f"with a value that is read later ({read}). In a trace x[i] is a copy, because i is not known. "
+        "Write with the index: x[i] = value or x[i] += value, and read x[i] again afterwards."
     )

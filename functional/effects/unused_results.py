@@ -50,11 +50,10 @@ def check_used(effects: list[Effect], graph: fx.Graph) -> None:
     for target, source in effects:
         if (target, source) not in needed:
             raise PurityError(
-                f"{source} calls {target}, and no result depends on what it returns: whatever it does "
-                "besides (printing, counting) would be left out, since programs have results only. "
-                "Return its result or compute a result with it, or call it outside of the transform. An "
-                "operator without effects need not be called there; one with a rule (register_rule) "
-                "may be."
+                f"{source} calls {target}, and no result depends on its return value, so its side "
+                "effects (printing, counting) would be lost, since a program only computes results. "
+                "Return its result or compute a result with it, or call it outside of the transform. "
+                "If it has no side effects, do not call it, or give it a rule (register_rule)."
             )
 
 
@@ -67,7 +66,7 @@ def _effects(nodes: Iterable[fx.Node]) -> Iterator[Effect]:
 
 
 def may_have_effects(target: Any) -> bool:
-    """Whether a target is an operator of a user's that nothing says to have no effects."""
+    """Whether a target is a custom operator that is not known to have no side effects."""
     if getattr(target, "namespace", "aten") in _LIBRARIES or target in _pure:
         return False
     schema = internals.schema_or_none(target)

@@ -34,7 +34,7 @@ from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["functionalize_writes"]
 
-# Writes that overwrite the whole tensor.
+# Writes that overwrite the entire tensor.
 _OVERWRITES = (
     aten.copy_.default,
     aten.fill_.Scalar,
@@ -93,13 +93,13 @@ class _Functionalization:
                 self.graph.erase_node(node)
 
     def _hand_over_label(self, node: fx.Node) -> None:
-        """Give a node's label to the node that is now read in its place, if it is another one."""
+        """Give a node's label to the node that is now read instead, if it is a different one."""
         alias = self.table.by_node.get(node)
         if NAME.on(node) and alias is not None and alias.value is not node:
             stand_for(self.table.latest(NodeInserter(node), alias), node)
 
     def _item(self, node: fx.Node) -> None:
-        """An item of what another node returns."""
+        """An item of the result of a second node."""
         source, index = node.args
         assert isinstance(source, fx.Node)
         if node in self.replaced_items:
@@ -153,7 +153,7 @@ class _Functionalization:
         return value
 
     def _computed(self, emit: NodeInserter, node: fx.Node, twin: Any) -> fx.Node:
-        """A call of the functional twin, which returns what this node writes."""
+        """A call of the functional counterpart, which returns the values that this node writes."""
         parameters = argument_names(twin)
         args, kwargs = self.table.latest_of(emit, (node.args, node.kwargs))
         call = emit(twin, *args, **{k: value for k, value in kwargs.items() if k in parameters})
@@ -218,14 +218,14 @@ def _check_overlap(node: fx.Node) -> None:
         for operand in (n for n in others if storage_key(n) == storage_key(target)):
             if overlap(VAL.of(operand), VAL.of(target)):
                 raise PurityError(
-                    f"{SOURCE.get(node)} reads elements that it also writes, at other indices "
-                    f"({node.target}), so the result depends on the order of torch's loops. Read a copy: "
-                    "y[1:] = y[:-1].clone()."
+                    f"{SOURCE.get(node)} reads elements that it also writes, at different indices "
+                    f"({node.target}), so the result depends on the order of torch's loops. Read a "
+                    "copy: y[1:] = y[:-1].clone()."
                 )
 
 
 def _written_values(emit: NodeInserter, node: fx.Node, call: fx.Node) -> list[fx.Node]:
-    """The results of a functional twin that replace what is written, one per written node."""
+    """The results of a functional counterpart that replace the written values, one per written node."""
     names = written_arguments(node.target)
     target: Any = call.target
     returns = len(internals.schema(target).returns)

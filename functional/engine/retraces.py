@@ -69,21 +69,21 @@ def _change(before: TraceRecord, after: TraceRecord) -> str:
     held = after.reads.cannot_be_compared()
     if held is not None:
         return (
-            f"{held} is an iterator, an array of objects or more objects than are compared, so that each "
-            "call is a new trace. Read what is needed before the call, and pass it as an argument."
+            f"{held} is an iterator, an array of objects or more objects than are compared, so that "
+            "each call is a new trace. Read the values before the call, and pass them as arguments."
         )
     change = change_between(before.reads, after.reads)
     if change is not None:
         return (
             f"{change} changed between calls, and a trace is valid for one state of what the function "
-            "reads. Pass what changes as an argument: a float or a tensor."
+            "reads. Pass the changing value as an argument: a float or a tensor."
         )
     if after.lost:
         return (
-            "it uses a tensor that was made anew, or whose place outside of the function is unknown. "
-            "Pass the tensor as an argument."
+            "it uses a tensor that is created anew for each call, or whose place outside of the "
+            "function is unknown. Pass the tensor as an argument."
         )
-    return "its signatures are more than its cache_size. Pass changing numbers as floats or tensors."
+    return "it has more signatures than its cache_size. Pass changing numbers as floats or tensors."
 
 
 def _argument(history: Sequence[TraceRecord]) -> str | None:

@@ -18,8 +18,8 @@ from torchard.functional.torch_internals.operators import COLLECTIVES
 __all__ = ["compiled_failed", "failed"]
 
 _REMEDY = (
-    "A process that takes part has ended, hangs, or cannot be reached; what this call computed is lost. "
-    "Stop all ranks, and restart them from the last checkpoint."
+    "A process that takes part has ended, hangs, or cannot be reached; the results of this call are "
+    "lost. Stop all ranks, and restart them from the last checkpoint."
 )
 _DOING = {
     "meet": "this rank waited for the others to make the same call",
@@ -67,9 +67,9 @@ def compiled_failed(error: Exception, name: str, backend: str, records: Sequence
         error.add_note(f"while {name} ran, compiled by {backend}")
         return
     raise CollectiveError(
-        f"a collective of {name} failed ({call.strip()}): {_first_line(error)}\n"
-        f"The program is compiled by {backend}, so which one is not known; it is one of: "
-        f"{_listed(records)}. {_REMEDY} jit(..., backend='eager') names it.",
+        f"a collective of {name} failed ({call.strip()}): {_first_line(error)}\nThe program is "
+        f"compiled by {backend}, so it is not known which one; it is one of: {_listed(records)}. "
+        f"{_REMEDY} jit(..., backend='eager') names it.",
     ) from error
 
 

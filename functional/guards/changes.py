@@ -1,4 +1,4 @@
-"""What changed between two traces, in the user's terms."""
+"""The changes between two traces, in the user's terms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ReadRecord:
 
 
 def change_between(before: ReadRecord, after: ReadRecord) -> str | None:
-    """The first thing that was read and is not what it was; None if there is none."""
+    """The first object that was read and has changed; None if there is none."""
     for old, new in zip(before.entries, after.entries, strict=False):
         if old != new:
             return _change(before, after, old, new)
@@ -56,7 +56,7 @@ def _change(before: ReadRecord, after: ReadRecord, old: Any, new: Any) -> str:
 
 
 def _values(old: Any, new: Any) -> str:
-    """Settings with their values; of other objects, that it is another one."""
+    """Settings with their values; for other objects, that the object was replaced."""
     if isinstance(old, tuple) and isinstance(new, tuple):
         return f" (from {_short(old[1])} to {_short(new[1])})"
     return ""

@@ -158,7 +158,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def _of_class(cls: type) -> Iterator[tuple[AccessStep, Any]]:
-    """The data attributes of a user's class and its bases, without methods and descriptors."""
+    """The data attributes of a custom class and its bases, without methods and descriptors."""
     seen: set[str] = set()
     for base in cls.__mro__:
         if not _is_users(base):

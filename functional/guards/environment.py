@@ -140,7 +140,7 @@ def _past(value: Any) -> _Past:
 def _replaced(then: Sequence[Any], now: Sequence[Any]) -> dict[int, int] | None:
     """The ids of replaced values and of their replacements; None if a trace is not valid for these.
 
-    It is valid if tensors and placed values alone were replaced, one to one, by others of the same kind,
+    It is valid if only tensors and placed values were replaced, one to one, by others of the same kind,
     as updates of weights do.
     """
     into: dict[int, int] = {}

@@ -155,7 +155,7 @@ def is_proxy(value: Any) -> bool:
 
 
 def referents(walk: Walk, value: Any) -> Any:
-    """What a view or a getter of C refers to; names in a getter are like names in code."""
+    """The objects to which a view or a getter of C refers; names in a getter are like names in code."""
     held = gc.get_referents(value)
     if isinstance(value, _GETTERS):
         walk.meet(_strings(held))

@@ -22,7 +22,7 @@ def is_read(fn: types.FunctionType) -> bool:
 
 
 def is_of_library(fn: types.FunctionType) -> bool:
-    """Whether a function is what its name stands for in a module of the library's."""
+    """Whether a function is the object of its name in one of the library's modules."""
     module = sys.modules.get(fn.__module__)
     if module is None or not source.is_installed_module(module):
         return False

@@ -183,7 +183,7 @@ class Walk:
         return self.token(value, f"the closure variable {key}")
 
     def _written(self, read: Callable[[], Any]) -> Any:
-        """What is written and never read: its type alone matters."""
+        """A value that is written and never read: only its type matters."""
         self.slots.facts.append((lambda: type(read()) in WRITTEN_TYPES, True))
         return "written"
 
@@ -358,7 +358,7 @@ class Walk:
         return is_library_class(kind) or is_standard_container(kind)
 
     def _class(self, cls: type) -> Any:
-        """The named data and functions of a class of the user's, and of its metaclass."""
+        """The named data and functions of a custom class, and of its metaclass."""
         tokens: list[Any] = []
         for base in cls.__mro__:
             if is_users_class(base):
@@ -380,7 +380,7 @@ class Walk:
         return "class", id(cls), tuple(tokens)
 
     def _library_forward(self, cls: type[torch.nn.Module]) -> Any:
-        """What the forward of a library's module calls: functions that users replace."""
+        """The functions that the forward of a library's module calls and that users replace."""
         owner = next(base for base in cls.__mro__ if "forward" in vars(base))
         self.slots.name(vars(owner), ["forward"])
         forward = inspect.unwrap(cls.forward)
@@ -392,7 +392,7 @@ class Walk:
 
 
 _METHODS = frozenset(dir(torch.Tensor))
-# The tables of a module, and its forward, which a private copy wraps.
+# A module's tables, and its forward: private copies wrap these.
 _TABLES = (internals.READ_BY_MODULES - {"training"}) | {"forward"}
 
 _VISITS: tuple[tuple[Any, Callable[[Walk, Any], Any]], ...] = (

@@ -169,7 +169,7 @@ def _item_key(following: list[dis.Instruction]) -> tuple[Any] | None:
 
 
 def functions_of_class(cls: type, code: Code) -> list[tuple[str, Any]]:
-    """The attributes of a class of the user's that the code may use: named ones, and operators."""
+    """The attributes of a custom class that the code may use: named ones, and operators."""
     held = []
     for key, item in sorted(vars(cls).items()):
         operator = key.startswith("__") and (
@@ -206,7 +206,7 @@ _NOT_OPERATORS = frozenset(
 
 
 def constructors_of(cls: type) -> tuple[tuple[str, Any], ...]:
-    """The functions that run when code calls a class of the user's."""
+    """The functions that run when code calls a custom class."""
     keys = ("__new__", "__init__", "__post_init__")
     held = ((key, _function_in(vars(base).get(key))) for base in cls.__mro__ for key in keys)
     return tuple((key, fn) for key, fn in held if fn is not None and not _by_dataclass(fn))

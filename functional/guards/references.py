@@ -1,4 +1,4 @@
-"""What objects of any kind refer to, by name: attributes, slots, items, closures, what iterators hold."""
+"""The objects to which any object refers, by name: attributes, slots, items, closures, iterators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torchard.functional.core.wrapper import ModuleCopy, Wrapper
 
 __all__ = ["References", "referred"]
 
-# What refers to nothing of a call's. A type of theirs alone decides, as most leaves are numbers.
+# Types whose objects refer to nothing of a call. The type suffices to decide; most leaves are
+# numbers.
 _ATOMS = (
     *(str, bytes, bool, int, float, complex, type(None), type(...), range, slice),
     *(type, ModuleType, CodeType, BuiltinFunctionType),
@@ -69,7 +70,7 @@ class References:
         return dict([*self.tensors.items()][before:])
 
     def _unused(self, path: str) -> str:
-        """A path of its own for a tensor: items of a deque, and keys of any class, have none."""
+        """The path of a tensor: items of a deque, and keys of any class, have none."""
         paths = (path if i == 0 else f"{path}({i})" for i in itertools.count())
         return next(path for path in paths if path not in self.tensors)
 

@@ -31,7 +31,7 @@ def entries_of(mapping: dict[Any, Any]) -> ItemsView[Any, Any]:
 
 
 def _base(mapping: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """Whose methods give what a dict holds; an OrderedDict has an order beside that of a dict."""
+    """Whose methods give what a dict holds; an OrderedDict has its own order besides the dict's."""
     return OrderedDict if isinstance(mapping, OrderedDict) else dict
 
 

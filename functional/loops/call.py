@@ -123,8 +123,9 @@ def is_opaque(program: Program) -> bool:
 def as_body(program: Program) -> Program:
     """A program whose constants are ordinary inputs, and whose views do not depend on strides.
 
-    The carries of the first iteration may be laid out otherwise than those of the second. Sizes of views
-    are numbers: derivatives write them so, and what they compute again is found by its arguments.
+    The carries of the first iteration may have different strides from those of the second. View sizes are
+    written as integers, as in derivatives, so that a recomputed view has the same arguments and can be
+    matched to the original.
     """
     program = program.copy()
     for node in program.calls:

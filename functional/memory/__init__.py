@@ -7,5 +7,5 @@ They are packed into one block (packing.py), and the tape becomes straight-line 
 tensors in that block, views included (planned_code.py).
 Blocks belong to the arena of the process, which lends them to one call at a time (arena.py).
 
-What a caller can hold is never in a block: results, what they alias, and inputs.
+Tensors that a caller can hold are never in a block: results, tensors that they alias, and inputs.
 """

@@ -21,7 +21,7 @@ from torchard.functional.torch_internals.operators import aten, c10d, prims
 
 __all__ = ["ALLOCATIONS", "WRITERS", "Destination", "allocates", "with_destinations", "writer_of"]
 
-# What these copy may be computed in the result instead, the caller's too.
+# Operands of these may be computed directly in the result's memory (even the caller's), not copied.
 _MERGED: frozenset[Any] = frozenset({aten.cat.default, c10d.all_reduce.default})
 
 # Operators that allocate and write nothing.

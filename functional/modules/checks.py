@@ -1,4 +1,4 @@
-"""Refusals of what a forward changes in its module."""
+"""Refusals of changes that a forward makes in its module."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def check_contents(name: str, contents: Contents) -> None:
 def _hooked(name: str) -> PurityError:
     """The error of hooks that a call installed or removed, leaving no other trace in the module."""
     return PurityError(
-        f"the forward of {name} installs or removes hooks, and nothing in the module says that it did: a "
-        "pure function cannot keep them, and the next call would not be as the module's. Run the module "
-        "once before functionalize, or install hooks there."
+        f"the forward of {name} installs or removes hooks, and nothing in the module records this: a "
+        "pure function cannot keep them, and the next call would differ from the module's. Run the "
+        "module once before functionalize, or install hooks there."
     )
 
 
@@ -65,9 +65,9 @@ def created(names: Sequence[str]) -> PurityError:
 def parted(path: str, first: str) -> PurityError:
     """The error of tied buffers of which a forward replaced one."""
     return PurityError(
-        f"module {owner_of(path)!r} or {owner_of(first)!r} replaces a buffer that they share ({first!r}, "
-        f"{path!r}) by another tensor, and would share it no longer: write to it in place, as in "
-        f"self.{path.rpartition('.')[2]}.copy_(new)."
+        f"module {owner_of(path)!r} or {owner_of(first)!r} replaces a buffer that they share "
+        f"({first!r}, {path!r}) by a new tensor, which they would not share: write to it in place, as "
+        f"in self.{path.rpartition('.')[2]}.copy_(new)."
     )
 
 

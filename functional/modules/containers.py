@@ -51,7 +51,7 @@ def is_users(value: Any) -> bool:
 
 
 def read(container: Any) -> list[Any]:
-    """What a container contains. A function contains what it closes over, and its defaults."""
+    """The contents of a container. A function contains its closure and its defaults."""
     if isinstance(container, dict):
         return [x for pair in _methods(container).items(container) for x in pair]
     if isinstance(container, functools.partial):
@@ -126,7 +126,7 @@ def cells(function: FunctionType) -> list[CellType]:
 
 
 def _methods(container: Any) -> Any:
-    """The class whose methods those of a user's subclass cannot replace."""
+    """The class whose methods a user's subclass cannot replace."""
     kinds = (OrderedDict, dict, list, set, deque)
     return next(kind for kind in kinds if isinstance(container, kind))
 

@@ -76,7 +76,7 @@ class Places:
             write(container, new)
 
     def clear(self) -> None:
-        """Restore what was there, where the call changed nothing."""
+        """Restore the former contents, except where the call made changes."""
         for container, held, *_ in self._held:
             if same(container, self.contents.put.get(id(container), held)):
                 write(container, held)
@@ -106,8 +106,8 @@ def _by_name(
             found[i] = name
         elif held[i].is_meta:
             raise PurityError(
-                f"the module of a functionalized function has {name!r} now, which was not there when it "
-                "was functionalized, so that no call has a value for it. Change the module before "
+                f"the module of a functionalized function now has {name!r}, which it did not have when "
+                "it was functionalized, so calls have no value for it. Change the module before "
                 "functionalize, or functionalize the changed module."
             )
     return found

@@ -55,7 +55,7 @@ class Rebinding:
         self.private: list[Any] = []
 
     def within(self, copied: Any) -> None:
-        """Rebind what containers of a copy contain."""
+        """Rebind the contents of a copy's containers."""
         for container in containers(copied):
             held = read(container)
             rebound = [mapped(value, self._of_function) for value in held]
@@ -127,14 +127,14 @@ class Rebinding:
         if path is not None:
             code = function.__code__
             raise PurityError(
-                f"{source.of_code(code)}, which the module calls, closes over a view or a detached copy "
-                f"of {path!r}, and would not see the value that a call is given. Take it where it is "
-                "used, of the module's parameter or buffer."
+                f"{source.of_code(code)}, which the module calls, closes over a view or a detached "
+                f"copy of {path!r}, and would not see the value of a call. Create the view where it is "
+                "used, from the module's parameter or buffer."
             )
 
 
 def _contents(function: FunctionType) -> list[Any]:
-    """What a function refers to: what it closes over, its defaults and attributes."""
+    """The objects to which a function refers: its closure, defaults and attributes."""
     held = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return [*(cell.cell_contents for cell in cells(function)), *held, *vars(function).values()]
 

@@ -34,7 +34,7 @@ class OwnTensors:
     """The parameters and buffers of a module and of its copy, and what the copy holds.
 
     Args:
-        originals: the module's tensors by name, to which only weak references are kept.
+        originals: the module's tensors by name, as weak references.
         copied: its copy without weights.
         private: what only functions of the copy refer to.
         ties: the first name of each tied tensor, by its other names.
@@ -98,7 +98,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Registered(TorchFunctionMode):
-    """A mode in which a module's own tensors are those of the call.
+    """A mode in which a module's own tensors are replaced by the call's.
 
     Args:
         tensors: the module's own tensors.
@@ -187,23 +187,23 @@ class Registered(TorchFunctionMode):
             name = self.names.get(id(base), name)
         if name is not None:
             raise PurityError(
-                f"{source.of_here()} computes with a view of {name!r}, the module's own parameter or "
-                "buffer, or with what torch.func.grad or vmap makes of it, which has not the value that "
-                "the call is given. Read it from the module, where it is used: grad(f)(self.weight)."
+                f"{source.of_here()} computes with a view of {name!r}, a parameter or buffer of the "
+                "original module, or with its wrapper in torch.func.grad or vmap, which do not have "
+                "the value of the call. Read it from the module, where it is used: "
+                "grad(f)(self.weight)."
             )
 
     def _value(self, name: str, own: Tensor) -> Tensor:
         if name not in self.values:
             raise LoopError(
-                f"{source.of_here()} uses the parameter or buffer {name!r} of a stacked layer, which it "
-                "refers to itself. Read it from the module's list of layers, or leave the list out of "
-                "stacked."
+                f"{source.of_here()} refers directly to the parameter or buffer {name!r} of a stacked "
+                "layer. Read it from the module's list of layers, or leave the list out of stacked."
             )
         if _is_operand_of_function(own):
             raise PurityError(
-                f"{source.of_here()}: an autograd Function is given {name!r} of the module that was "
-                "functionalized, by a global or an object that is not the module's, so that its gradient "
-                "would be lost. Read it from the module, self.weight, or pass Function.apply(w + 0)."
+                f"{source.of_here()}: an autograd Function receives {name!r} of the original module, "
+                "from a global or an object outside of the module, so its gradient would be lost. Read "
+                "it from the module, self.weight, or pass Function.apply(w + 0)."
             )
         return self.values[name]
 

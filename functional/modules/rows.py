@@ -1,8 +1,8 @@
 """Parameters and buffers of stacked layers that a module reads outside of its loop over them.
 
 During a call the layers have other tables of tensors, which make a row of the stack when one is read. So
-whatever torch reads a tensor by (an attribute, `parameters()`, a state dict) finds it, and what nobody
-reads costs nothing.
+whatever torch reads a tensor by (an attribute, `parameters()`, a state dict) finds it, and rows that are
+not read cost nothing.
 """
 
 from __future__ import annotations

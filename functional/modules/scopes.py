@@ -107,19 +107,19 @@ _ADDED = ("forward", "__getstate__", "_apply")
 
 
 def _converted(part: nn.Module, convert: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-    """What ``part.to(...)``, ``part.double()`` and others call, to convert each tensor in place.
+    """Implements ``part.to(...)``, ``part.double()`` and others, which convert tensors in place.
 
     Raises:
-        PurityError: in a call, whose tensors it would replace by others.
+        PurityError: in a call, whose tensors the conversion would replace.
     """
     if not any_stand_in():
         return internals.converted(part, convert, *args, **kwargs)
     if all(convert(tensor) is tensor for tensor in (*part.parameters(), *part.buffers())):
         return part
     raise PurityError(
-        f"{source.of_here()} converts a {type(part).__name__} in place (by to(), double(), half() or the "
-        "like), which would replace the parameters of the call. Convert what it computes with, as in "
-        "F.linear(x, part.weight.double()), or the module before functionalize."
+        f"{source.of_here()} converts a {type(part).__name__} in place (by to(), double(), half() or "
+        "the like), which would replace the parameters of the call. Convert tensors where they are "
+        "used, as in F.linear(x, part.weight.double()), or convert the module before functionalize."
     )
 
 

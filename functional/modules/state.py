@@ -1,10 +1,10 @@
-"""What a call changes in a module, found and undone as a whole.
+"""The changes of a call in a module, found and undone together.
 
-A call may set a flag and install a hook, or note in a list what it has prepared. If one of them were
-undone and the other not, the next call would find a module that no sequence of calls makes. So everything
-that a module holds is restored: attributes of its parts, their tables of tensors, modules and hooks, and
-the containers and objects that attributes refer to. What belongs to a library (loggers, locks, compiled
-functions) is not the module's.
+A call may set a flag and install a hook, or record its preparations in a list. If one of them were undone
+and the other not, the next call would find a module that no sequence of calls makes. So everything that a
+module holds is restored: attributes of its parts, their tables of tensors, modules and hooks, and the
+containers and objects that attributes refer to. Objects of libraries (loggers, locks, compiled functions)
+do not belong to the module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CALLED = (FunctionType, MethodType, *_VIEWS)
 
 
 class Contents:
-    """What a module holds at one time.
+    """The contents of a module at one time.
 
     Args:
         module: the module.
@@ -73,7 +73,7 @@ class Contents:
         return [*flat(map(dict.keys, self._dicts))], [*flat(map(dict.values, self._dicts))]
 
     def unchanged(self) -> bool:
-        """Whether every container contains what it contained."""
+        """Whether the contents of every container are unchanged."""
         if [*map(len, self._dicts)] != self._sizes:
             return False
         keys, values = self._in_dicts()
@@ -82,7 +82,7 @@ class Contents:
         return all(same(*pair) for pair in self._others)
 
     def changed(self) -> list[tuple[Any, list[Any]]]:
-        """The containers that contain something else now, and what they contained."""
+        """The containers whose contents have changed, with their former contents."""
         if self.unchanged():
             return []
         now = [(x, self.put.get(id(x), held)) for x, held in self.kept if not same(x, held)]
@@ -108,7 +108,7 @@ class Contents:
         ]
 
     def undo(self) -> None:
-        """Make every container contain what it contained."""
+        """Restore the former contents of every container."""
         self.put = {}
         for container, before in self.changed():
             write(container, before)
@@ -130,14 +130,14 @@ def kept_apart(out: Any, contents: Contents) -> Any:
     lazy = next((type(x).__name__ for x in items if isinstance(x, _LAZY)), None)
     if lazy is not None:
         raise PurityError(
-            f"the forward of {type(contents.module).__name__} returns a {lazy}, which would run when the "
-            "call has ended, and the module has no values. Return a list of what it yields."
+            f"the forward of {type(contents.module).__name__} returns a {lazy}, which would run after "
+            "the call, when the module has no values. Return a list of its items."
         )
     late = next((x for x in items if isinstance(x, _CALLED) and _uses(x, contents.module)), None)
     if late is not None:
         raise PurityError(
-            f"the forward of {type(contents.module).__name__} returns a {type(late).__name__} that reads "
-            "the module, which has no values when the call has ended. Return tensors instead."
+            f"the forward of {type(contents.module).__name__} returns a {type(late).__name__} that "
+            "reads the module, which has no values after the call. Return tensors instead."
         )
     if not contents.has_any(found):
         return out

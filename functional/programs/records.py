@@ -67,7 +67,7 @@ class Records(list[Any]):
 
     Args:
         records: the records.
-        missed: finds near misses, when they are asked for.
+        missed: finds near misses, on demand.
         shown: the records of its table, if those of a loop are shown once for all iterations.
 
     >>> import torch, torchard as ta

@@ -1,13 +1,13 @@
-"""Which values of its forward a backward keeps, recomputes or offloads.
+"""Which values of its forward a backward saves, recomputes or offloads.
 
-Checkpointing marks nodes first and recomputes last. `checkpoint` only marks nodes, those of the
-backward included, with the **segments** they are in: a call of the function, an entry of a scope, or
-the whole function. Marks survive replay, sharding and decomposition. When every other rewrite has
-run, a backward node that reads a value of the forward is given the **version** that the policy
-asks for: the value itself, a recomputation (the same operation on versions of its operands, right
-before the first use), or a copy from host memory (`recompute.py`, `rematerialise.py`). So policies
-see collectives and fused kernels, every order of transforms gives the same program, and a program
-whose gradients are taken inside needs no mechanism of its own.
+Checkpointing marks nodes first and recomputes last. `checkpoint` only marks nodes, those of the backward
+included, with the **segments** they are in: a call of the function, an entry of a scope, or the whole
+function. Marks survive replay, sharding and decomposition. When every other rewrite has run, a backward
+node that reads a value of the forward is given the **version** that the policy asks for: the value
+itself, a recomputation (the same operation on versions of its operands, right before the first use), or a
+copy from host memory (`recompute.py`, `rematerialise.py`). So policies see collectives and fused kernels,
+every order of transforms gives the same program, and a program whose gradients are taken inside needs no
+mechanism of its own.
 
 A use reads the recomputed value only inside segments that enclose both the use and the definition.
 Nesting follows from this rule, and so do the outputs of a segment: a use outside shares no segment

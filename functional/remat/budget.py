@@ -95,7 +95,7 @@ def within_budget(program: Program) -> tuple[Program, frozenset[fx.Node]]:
     if len(budgets) > 1:
         raise CheckpointError(
             f"{program.name} has {len(budgets)} budgets ({', '.join(map(str, budgets))}), but a budget "
-            "bounds the memory of the whole program. Keep one, and give the other parts another policy."
+            "bounds the memory of the entire program. Keep one, and use other policies elsewhere."
         )
     (budget,) = budgets
     assert isinstance(budget, Budget)

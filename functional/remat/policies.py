@@ -248,7 +248,7 @@ def budget(*, fraction: float | None = None, bytes: int | None = None) -> Budget
     results included, each storage counted once; over a mesh, on the rank that holds most.
 
     Args:
-        fraction: the bound between the least peak that can be reached (0) and that of saving
+        fraction: the bound, between the lowest peak that can be reached (0) and the peak of saving
             everything (1).
         bytes: the bound in bytes, on one device.
 
@@ -257,7 +257,7 @@ def budget(*, fraction: float | None = None, bytes: int | None = None) -> Budget
 
     Raises:
         ValueError: not exactly one of the two is given, or the fraction is outside [0, 1].
-        CheckpointError (when called): the bound is below the least peak, which the message states.
+        CheckpointError (when called): the bound is below the lowest peak, which the message states.
         ModuleNotFoundError (when called): scipy is not installed.
 
     >>> import torch, torchard as ta

@@ -23,7 +23,7 @@ _ORDER: tuple[Decision, ...] = ("recompute", "offload", "save")
 
 
 class Shapes(NamedTuple):
-    """The shapes that a policy is given.
+    """The shapes that a policy receives.
 
     Attributes:
         operands: the shapes of the operation's tensor operands, in order.
@@ -46,8 +46,8 @@ Function = Callable[[str, Shapes, str, str | None], Any]
 class Policy:
     """A policy ``(op, shapes, scope, name) -> Decision`` that combines with others by ``&`` and ``|``.
 
-    ``a | b`` keeps what either keeps, ``a & b`` what both keep. Where one saves and the other offloads,
-    ``|`` saves and ``&`` offloads.
+    ``a | b`` saves values that either saves, ``a & b`` those that both save. If one saves and the other
+    offloads, ``|`` saves and ``&`` offloads.
 
     Args:
         decide: the function. It may return True for "save", and False or None for "recompute".

@@ -151,7 +151,7 @@ class Memory:
             lines.append(f"{self.copied:,} copied in a call, {self.planned_copied:,} in planned memory")
         names = [f"{n} × {name} ({size:,})" for name, (n, size) in self.own.items()]
         if names:
-            lines.append(f"with memory of their own: {', '.join(names)}")
+            lines.append(f"with separate memory: {', '.join(names)}")
         return "\n".join([*lines, "", str(self.holders)])
 
     def draw(self, path: str | os.PathLike[str]) -> Path:

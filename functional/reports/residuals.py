@@ -24,7 +24,7 @@ __all__ = ["Residual", "Residuals", "residuals_of"]
 
 @dataclass(frozen=True)
 class Residual:
-    """A value of the forward that is kept for a backward.
+    """A value of the forward that is saved for a backward.
 
     Attributes:
         kind: ``"argument"``, ``"output"`` or ``"value"``.
@@ -32,7 +32,7 @@ class Residual:
         name: the label of the value or of a view of it.
         shape, dtype: those of the global value.
         bytes: the bytes on one device.
-        device: where it is kept: ``"cpu"`` if it was offloaded.
+        device: where it is saved: ``"cpu"`` if it was offloaded.
         times: in a table, the number of iterations of the loop that computes it.
     """
 
@@ -113,14 +113,14 @@ def _shown(residuals: dict[fx.Node, Residual]) -> list[Residual]:
     groups: dict[Any, list[tuple[fx.Node, Residual]]] = {}
     for node, residual in residuals.items():
         iteration = ITERATION.get(node)
-        # Parts of a loop that was split keep values for reasons of their own.
+        # The halves of a loop that was split save values for different reasons.
         key = node if iteration is None else (iteration, residual.kind, _reason(node, residual))
         groups.setdefault(key, []).append((node, residual))
     return [_of_loop(*group[0], len(group)) for group in groups.values()]
 
 
 def _of_loop(node: fx.Node, residual: Residual, times: int) -> Residual:
-    """One value that stands for those of several iterations."""
+    """One value that represents the values of several iterations."""
     if times == 1:
         return residual
     return replace(residual, scope=ITERATION.of(node).scope, why=_reason(node, residual), times=times)

@@ -128,9 +128,9 @@ def _refusal(name: str) -> PurityError:
             "the gradient inside of the function by torch.func.grad."
         )
     return PurityError(
-        f"{where} reads or changes the autograd state of a value ({name}) in a traced function, which "
-        "cannot tell what it is in this call: gradients may be taken around the function. Decide outside "
-        "of the transform, and pass the decision as a bool argument, which is static."
+        f"{where} reads or changes the autograd state of a value ({name}) in a traced function, where "
+        "it is not known: gradients may be taken around the function. Decide outside of the transform, "
+        "and pass the decision as a bool argument, which is static."
     )
 
 

@@ -178,8 +178,8 @@ def check_unchanged(arguments: Sequence[Any], is_own: Callable[[torch.Tensor], b
         if found:
             raise PurityError(
                 f"the traced function changes an argument, a {type(leaf).__name__}: its "
-                f"{next(iter(found))} is a tensor of the trace now, which has no value. Return the "
-                "tensor, or change a copy.deepcopy of the object, which the function makes."
+                f"{next(iter(found))} is now a tensor of the trace, which has no value. Return the "
+                "tensor, or let the function change a copy.deepcopy of the object."
             )
 
 

@@ -165,12 +165,12 @@ _INSTEAD = {
         "of detached tensors, and for writes through as_strided: write to a clone instead",
     ),
     "argument of type: <class 'torch.storage": (
-        "gives a tensor other memory by set_(), which a trace cannot record. Use the new tensor in its "
-        "place, or copy it into the old one by copy_()"
+        "replaces the memory of a tensor by set_(), which a trace cannot record. Use the new tensor in "
+        "its place, or copy it into the old one by copy_()"
     ),
     "Creating a new Tensor subclass": (
-        "makes an object of another class for a value (as_subclass), and a trace has one of its own. "
-        "Make it outside of the transform, of what the function returns"
+        "converts a value to a subclass (as_subclass), which a trace cannot record. Convert the "
+        "function's result outside of the transform"
     ),
     **dict.fromkeys(
         ("Cannot swap t1", "Cannot swap t2"),
@@ -267,9 +267,9 @@ def _branching(error: BaseException) -> PurityError:
     op = getattr(error, "func", None)
     if _reads_for_itself(error):
         return PurityError(
-            f"{where} calls {op}, which reads the values of tensors that it is given (lengths, targets): "
-            "it cannot be traced. Call it outside of the transform, on what the function returns, or "
-            "write it with operations that do not depend on values."
+            f"{where} calls {op}, which reads the values of tensors that it is given (lengths, "
+            "targets): it cannot be traced. Call it outside of the transform, on the function's "
+            "result, or write it with operations that do not depend on values."
         )
     operation = f" (by {op})" if op is not None else ""
     return PurityError(

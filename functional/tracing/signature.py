@@ -26,7 +26,7 @@ __all__ = ["Arguments", "Known", "ShapeDtype", "paths_of", "read", "specs_of_arg
 
 @dataclass(frozen=True)
 class ShapeDtype:
-    """Stands for a tensor where only a program or plan is wanted (``lower``, ``trace``, ``initialize``).
+    """Represents a tensor without data, to get a program or plan (``lower``, ``trace``, ``initialize``).
 
     Args:
         shape: of the tensor.

@@ -345,7 +345,7 @@ def entered(state: TraceState) -> Iterator[None]:
 @checked
 @contextlib.contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Label what is computed inside. Scopes nest by "/", and cost nothing outside a trace.
+    """Label the values that are computed inside. Scopes nest by "/", and cost nothing outside a trace.
 
     ``where="block/*"``, policies and ``constrain_at`` select values by scope. Also works as a decorator.
 

@@ -93,20 +93,20 @@ class Choice(ABC):
     # -- choosing -----------------------------------------------------------------------------
 
     def label(self, device: str, numels: Sequence[int]) -> str:
-        """The label of what runs on a device, as far as it is known before the first call."""
+        """The label of the implementation for a device, as far as it is known before the first call."""
         backend = implementation(self.implementations, device)
         return (backend.name if backend.run else self._compiling(device, numels)) + backend.note
 
     def _compiling(self, device: str, numels: Sequence[int]) -> str:
         """The label where there is no implementation."""
         if self.compiler == "eager":
-            return "eager (asked for)"
+            return "eager (requested)"
         if device == "cpu" and max(numels, default=0) < _SMALL:
             return "eager (small)"
         return "inductor" if device != "cpu" else _TIMED
 
     def choose(self, tensors: Tensors) -> Run:
-        """Choose what runs on these tensors, and update `way`."""
+        """Choose the implementation for these tensors, and update `way`."""
         key = (
             self.key,
             torch.get_num_threads(),
@@ -160,7 +160,7 @@ class Choice(ABC):
         if len(candidates) == 1:
             return first, ""
         if torch.are_deterministic_algorithms_enabled():
-            return first, ", not timed: algorithms are to be deterministic"
+            return first, ", not timed: deterministic algorithms are required"
         mine = fastest(candidates, tensors)
         chosen = settle.agreed_choice(str(self.program(tensors)), mine)
         if chosen not in candidates:

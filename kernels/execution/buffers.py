@@ -75,7 +75,7 @@ def _empty(layout: BufferLayout, device: torch.device) -> torch.Tensor:
 
 
 def release() -> None:
-    """Free the memory that is kept for large results on a CPU and is not in use.
+    """Free the memory that is reserved for large results on a CPU and is not in use.
 
     >>> from torchard import kernels
     >>> kernels.release()

@@ -41,7 +41,7 @@ def agreed_choice(subject: str, mine: str) -> str:
 
 
 def _alone() -> bool:
-    """Whether this process chooses alone; torch's fake group has one process, whatever its size."""
+    """Whether this process chooses by itself; torch's fake group is one process, whatever its size."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
     return dist.get_world_size() == 1 or dist.get_backend() == "fake"

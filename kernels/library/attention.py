@@ -83,7 +83,7 @@ def _run_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _vjp(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """The gradients by torch's own backward, which recomputes what it needs of the weights."""
+    """The gradients by torch's own backward, which recomputes the weights that it needs."""
 
     def gradients(*given: Tensor) -> tuple[Tensor, ...]:
         *operands, cotangent = given

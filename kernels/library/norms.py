@@ -32,7 +32,7 @@ def _rms_norm_wide_variance(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
 
 
 def _rms_norm_divided(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
-    """RMSNorm by division, whose derivative is spelled differently from that of rsqrt."""
+    """RMSNorm by division, whose derivative is written differently from rsqrt's."""
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
 
 

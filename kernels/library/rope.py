@@ -33,7 +33,7 @@ def _rope_of_batches(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotated(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate q with one buffer, that of the result."""
+    """Rotate q with one buffer, the result's."""
     if cos.ndim == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     half = q.shape[-1] // 2

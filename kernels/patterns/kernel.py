@@ -26,26 +26,28 @@ class Kernel:
 
     Attributes:
         name: the name in reports and for policies.
-        references: pure functions. The first one defines what the kernel computes; the others are the
-            same in other spellings, which round differently. They are the patterns to look for, and what
-            tests compare with.
+        references: pure functions. The first one defines what the kernel computes; the others write the
+            same function in different ways, which round differently. `fuse` searches for all of them, and
+            tests compare the kernel with them.
         dims: how the dims of inputs and outputs correspond, and how the kernel may be split over a mesh:
-            ``"... d, d -> ... d | whole d"``. Where a ``whole`` dim is split, the operations of the
+            ``"... d, d -> ... d | whole d"``. If a ``whole`` dim is split, the operations of the
             reference run instead.
         implementations: functions by device type (``"cuda"``, ``"cpu"``; ``"any"`` for the rest). They
-            take the tensors, then literals by name. An `Imported` one is skipped where what it needs is
-            not installed. A device without one runs the compiled reference.
-        vjp: the derivative. ``"reference"``: that of the reference, found and compiled like it. A dict:
-            implementations by device type, which are functions of the inputs, then the outputs that
-            torch's formulas read, then the cotangents, and return the gradients of all floating-point
-            inputs; equal gradients, such as those of the operands of a sum, are returned once. None:
-            gradients are refused.
+            take the tensors, then literals by name. An `Imported` implementation is skipped if the
+            package that it needs is not installed. A device without an implementation runs the compiled
+            reference.
+        vjp: the derivative. ``"reference"``: the derivative of the reference, found and compiled like it.
+            A dict: implementations by device type, which are functions of the inputs, then the outputs
+            that torch's formulas read, then the cotangents, and return the gradients of all
+            floating-point inputs; equal gradients, such as those of the operands of a sum, are returned
+            once. None: gradients are refused.
         tolerance: the largest error against float64, in multiples of the reference's own error.
-        weights: parameters that must be inputs of the program, for kernels that pay only for weights.
+        weights: parameters that must be inputs of the program, for kernels that are only faster for
+            weights.
         of: for the kernel of a gradient, the kernel whose gradient it is.
         joint: implementations of kernel and gradient at once, by device type: functions of the inputs,
-            then the cotangents, which return the outputs, then the gradients. They run where a program
-            has both and the cotangents do not depend on the outputs, as for a loss.
+            then the cotangents, which return the outputs, then the gradients. They run if a program has
+            both and the cotangents do not depend on the outputs, as for a loss.
         by_time: on a CPU, also time the compiled reference, and run the faster one.
         shared_storage: results of an implementation may be views of one buffer.
 
@@ -132,10 +134,10 @@ KERNELS: dict[str, Kernel] = {}
 
 @checked
 def register_kernel(kernel: Kernel) -> Kernel:
-    """Add a kernel to those that ``fuse(fn)`` looks for.
+    """Add a kernel to those that ``fuse(fn)`` searches for.
 
     Args:
-        kernel: a `Kernel` with a name of its own.
+        kernel: a `Kernel` with a new name.
 
     Returns:
         The kernel.

@@ -118,7 +118,7 @@ class Finder:
         self._missed(alternative.pattern, unifier)
 
     def unifier(self, alternative: Alternative, skeleton: Skeleton | None = None) -> Unifier:
-        """The unifier that proposes bindings of a pattern, by its skeleton or another one."""
+        """The unifier that proposes bindings of a pattern, by its skeleton or by a given one."""
         weights = alternative.pattern.weights
         return Unifier(
             skeleton or alternative.skeleton,

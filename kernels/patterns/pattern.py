@@ -35,7 +35,7 @@ from torchard.kernels.terms.store import Store
 __all__ = ["Alternative", "Pattern", "any_of", "call"]
 
 Specs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-# Unusual numbers that stand for literals in a trace, to find where each literal is used.
+# Unusual numbers that represent literals in a trace, to find where each literal is used.
 _MARKERS = (0.73190117, 0.61803717, 0.52915737, 0.44721737)
 
 
@@ -54,7 +54,7 @@ _choices: contextvars.ContextVar[_Choices | None] = contextvars.ContextVar("choi
 
 @checked
 def any_of(*functions: Callable[..., Any]) -> Callable[..., Any]:
-    """Inside a pattern, a function that may be any of several; elsewhere, the first of them.
+    """Inside a pattern, a function that matches any of several; elsewhere, the first of them.
 
     Args:
         functions: the alternatives, which have the same parameters.
@@ -89,7 +89,7 @@ def any_of(*functions: Callable[..., Any]) -> Callable[..., Any]:
 def call(predicate: Callable[[str], bool]) -> Callable[..., torch.Tensor]:
     """Inside a pattern, any one operation whose name a predicate accepts.
 
-    Its operands are the tensors it is called with; its result is assumed to be like the first of them.
+    Its operands are the tensors with which it is called; its result is assumed to be like the first one.
 
     Args:
         predicate: a function of the operation's name, such as ``"gelu"`` or ``"mul.Tensor"``.
@@ -132,15 +132,16 @@ _library.impl(
 
 
 class Pattern:
-    """A function to look for in programs, however it is spelled there.
+    """A function to search for in programs, however it is written there.
 
     Args:
         fn: a function of tensors and of literals. A literal is a parameter with a default: ``...``
-            matches any number, another default matches that number.
+            matches any number, any other default matches only that number.
         dims: how the dims of inputs and outputs correspond, ``"... d, d -> ... d"``. Without it, inputs
             may broadcast in any way.
         name: the name in reports; by default that of ``fn``.
-        weights: parameters that must be inputs of the program, for kernels that pay only for weights.
+        weights: parameters that must be inputs of the program, for kernels that are only faster for
+            weights.
 
     Raises:
         PatternError: ``fn`` takes no tensor, or cannot be traced.
@@ -277,7 +278,7 @@ def _parameters(fn: Callable[..., Any]) -> Sequence[inspect.Parameter]:
     except ValueError:  # it is written in C++
         name = getattr(fn, "__name__", repr(fn))
         raise PatternError(
-            f"{name} does not say what its parameters are: use a function that calls it, as in "
+            f"{name} has no signature that names its parameters: use a function that calls it, as in "
             f"lambda x: {name}(x)."
         ) from None
 

@@ -22,7 +22,7 @@ class Skeleton:
     Attributes:
         roots, accesses: the term and the access of each output, in order.
         inputs: the terms of the tensor inputs.
-        markers: the name of the literal that each marker number stands for.
+        markers: the name of the literal that each marker number represents.
     """
 
     roots: tuple[Term, ...]

@@ -151,7 +151,7 @@ class _Near:
         return Missed.of(self.kernel.name, self.node, f"{why} ({matched})") if why else None
 
     def _why(self) -> str:
-        """What differs; empty if nothing does."""
+        """The differences; empty if there are none."""
         parting = self.likeness.parting(self.root, self.term)
         if parting is not None:
             p, t = parting

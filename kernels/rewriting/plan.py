@@ -1,4 +1,4 @@
-"""Plans of replacements: what a kernel reads and what becomes dead, or why it must not be inserted.
+"""Plans of replacements: operands of a kernel and nodes that become dead, or why it is not inserted.
 
 On a pure graph a replacement is sound if it creates no cycle. It is worthwhile if it moves fewer bytes.
 """
@@ -140,7 +140,7 @@ class Planner:
         return plan
 
     def _part(self, occurrence: Occurrence) -> Part | Refusal:
-        """What replaces an occurrence, or why nothing may."""
+        """The replacement of an occurrence, or why it must not be replaced."""
         read = {value.term for value in occurrence.inputs}
         computed = [(root, self._makers(root.term, root.term in read)) for root in occurrence.roots]
         # A result that equals an input (a bias's gradient) may have no operation of its own.
@@ -203,7 +203,7 @@ class Planner:
             if len(marks) > 1:
                 return "it crosses the boundary of a checkpointed segment"
             if any(map(LOOP.on, part.makers)) and not all(map(LOOP.on, filter(_computes, part.gone))):
-                return "it would compute in each iteration of a loop what none of them changes"
+                return "it would compute in each iteration of a loop a value that none changes"
         return ""
 
     def _makers(self, term: Term, given: bool = False) -> list[fx.Node]:

@@ -111,8 +111,8 @@ class Search:
 
     def _gave_up(self) -> str:
         return (
-            f"the search was given up after {self.finder.effort.limit:,} steps, as too many values look "
-            "alike; name the kernel, fuse(fn, kernel), or the scopes, fuse(fn, where=...)"
+            f"the search was stopped after {self.finder.effort.limit:,} steps, because too many values "
+            "look alike; name the kernel, fuse(fn, kernel), or the scopes, fuse(fn, where=...)"
         )
 
     def _plan(self, group: Group) -> Replacement:
@@ -237,9 +237,9 @@ class Search:
         readers = {user for node in inside for user in node.users}
         if differentiated or (not _is_backward(first) and any(map(_is_backward, readers))):
             raise KernelError(
-                f"kernel {kernel.name!r} has no vjp, and {self.program.name} takes a gradient through it "
-                f"({SOURCE.get(first)}). Give it one, Kernel(..., vjp={{'any': f}}), or use that of its "
-                "reference, Kernel(..., vjp='reference')."
+                f"kernel {kernel.name!r} has no vjp, and {self.program.name} takes a gradient through "
+                f"it ({SOURCE.get(first)}). Give it one, Kernel(..., vjp={{'any': f}}), or use its "
+                "reference's, Kernel(..., vjp='reference')."
             )
 
 

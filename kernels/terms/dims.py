@@ -44,7 +44,7 @@ class Dims:
 
     @staticmethod
     def read(text: str, inputs: int, name: str) -> Dims:
-        """Parse the dims of a pattern with so many inputs.
+        """Parse the dims of a pattern with this number of inputs.
 
         Args:
             name: the name of the pattern, for errors.
@@ -122,7 +122,7 @@ class Dims:
         return " -> ".join(texts) + "".join(clauses)
 
     def _lead(self, ins: Sequence[Shape]) -> list[str]:
-        """Unused names for the dims that ``...`` stands for."""
+        """Unused names for the dims that ``...`` represents."""
         extra = [len(s) - len(d) + 1 for d, s in zip(self.inputs, ins, strict=True) if "..." in d]
         used = {n for dims in (*self.inputs, *self.outputs) for n in dims}
         free = (name for i in itertools.count() if (name := f"n{i}") not in used)
@@ -130,7 +130,7 @@ class Dims:
 
 
 def _spread(names: Names, lead: Sequence[str]) -> list[str]:
-    """The names with ``...`` replaced by the dims it stands for."""
+    """The names with ``...`` replaced by the dims that it represents."""
     return [m for n in names for m in (lead if n == "..." else [n])]
 
 
@@ -143,7 +143,7 @@ def _read(text: AxisExpression, inputs: int) -> Dims:
     """The dims that an expression states.
 
     Raises:
-        AxisExpressionError: it is not that of a pattern with so many inputs.
+        AxisExpressionError: it is not an expression for a pattern with this number of inputs.
     """
     operands, results = _sides(text, inputs)
     ins = tuple(_names(text, operand) for operand in operands)
@@ -155,7 +155,7 @@ def _read(text: AxisExpression, inputs: int) -> Dims:
 
 
 def _sides(text: AxisExpression, inputs: int) -> tuple[Side, Side]:
-    """The inputs and the outputs of an expression with so many inputs."""
+    """The inputs and the outputs of an expression with this number of inputs."""
     if text.results is None:
         text.fail(len(text.text), "'->' and the outputs are expected here")
     operands, results = text.operands or _SCALAR, text.results or _SCALAR
@@ -199,7 +199,7 @@ def _whole(text: AxisExpression, names: set[str]) -> Names:
     """The names in the clauses ``whole``, the only ones that there are."""
     for clause in text.clauses:
         if clause.verb.text != "whole":
-            text.fail(clause.verb, f"unknown clause {clause.verb.text!r}; there is 'whole'")
+            text.fail(clause.verb, f"unknown clause {clause.verb.text!r}; the only clause is 'whole'")
         for word in clause.words:
             if word.text not in names:
                 text.fail(word, f"no dim is called {word.text!r}")

@@ -119,7 +119,7 @@ def cross_entropy_backward(logits: Tensor, labels: Tensor, cotangent: Tensor) ->
 
 
 def cross_entropy_joint(logits: Tensor, labels: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean loss and the gradient of logits [n, v]; moves 2 n v elements, as the gradient alone."""
+    """The mean loss and the gradient of logits [n, v]; moves 2 n v elements, like the gradient itself."""
     losses, out = _losses(logits), logits.new_empty(logits.shape)
     _run(logits, labels, _scale(logits, labels, cotangent), losses, out)
     return _mean(losses, labels, logits), out

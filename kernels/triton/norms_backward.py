@@ -51,7 +51,7 @@ def _whole_rows(
 ):
     """Store the gradients of h and, with a key, of dropout's argument; sum those of the weights.
 
-    Every program loops over rows, and has sums of its own.
+    Every program loops over rows, and has its own sums.
 
     Args:
         h_ct: the cotangent of h, the value of the stream, if h is a result.

@@ -37,7 +37,7 @@ SHOWN = 5  # keys of a checkpoint in one message
 
 
 class CheckpointLeaf(NamedTuple):
-    """A leaf of the user's tree: its label in messages, its path in DCP, and its value."""
+    """A leaf of the tree: its label in messages, its path in DCP, and its value."""
 
     label: str
     path: tuple[str | int, ...]

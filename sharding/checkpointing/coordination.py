@@ -1,4 +1,4 @@
-"""Coordination of ranks that save or load a tree: who writes what; a failure on one rank fails all."""
+"""Coordination of ranks that save or load a tree: which rank writes what; a failure on one fails all."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["check_same", "common_mesh", "owned", "run_on_all_ranks"]
 
 
 _SLOWER = (
-    "Either it died, does not make this call, or it or its disk is slower than that: then pass a larger "
-    "timeout."
+    "It died, does not make this call, or it or its disk is slower than this; in the last case "
+    "pass a larger timeout."
 )
 
 
@@ -75,7 +75,7 @@ def check_same(
     """Check that all ranks save the same tree.
 
     Raises:
-        StorageError: the trees differ; names where.
+        StorageError: the trees differ; the message says where.
     """
     if mesh is None or len(set(digests)) == 1:
         return
@@ -83,7 +83,7 @@ def check_same(
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     ours, theirs = ([x for x in trees[a] if x not in trees[b]] for a, b in ((0, other), (other, 0)))
     raise StorageError(
-        f"the ranks save different trees: rank 0 alone has {_first(ours)}, rank {other} alone has "
+        f"the ranks save different trees: only rank 0 has {_first(ours)}, only rank {other} has "
         f"{_first(theirs)}. Pass the same tree on every rank."
     )
 

@@ -1,4 +1,4 @@
-"""Checkpoints as files: what each rank writes and reads, and when it may."""
+"""Checkpoints as files: which files each rank writes and reads, and when."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write(path: Path, tree: Any, check_replicated: bool, timeout: float) -> None
         check_same(mesh, leaves, digests, timeout)
         if mesh is not None and check_replicated:
             agree_on_values(mesh, "save", {leaf.label: leaf.value for leaf in leaves}, timeout)
-        folder, part = target.with_name(names[0]), f"writing its part of {target}"
+        folder, part = target.with_name(names[0]), f"writing its shards of {target}"
         writer = FileSystemWriter(folder)
         written = run_on_all_ranks(
             mesh, part, lambda: _write(writer, owned(leaves, mesh), rank), timeout
@@ -92,7 +92,7 @@ def read(
     if mesh is not None:
         specs = resolved(specs, rules, mesh, "specs")
     elif specs is not None:
-        raise SpecError("load was given specs and no mesh; write load(path, like, mesh, specs).")
+        raise SpecError("load has specs but no mesh; write load(path, like, mesh, specs).")
     wanted = broadcast(specs, structure.unflatten([leaf.key for leaf in leaves]), "specs", "like")
     results = [empty(leaf, mesh, spec) for leaf, spec in zip(leaves, wanted, strict=True)]
     common = common_mesh([leaf.value for leaf in results])

@@ -110,7 +110,7 @@ def read_index(path: Path) -> Index:
     if not path.is_dir():
         unfinished = leftovers(path)
         also = (
-            f"; {unfinished[0]} is of a save that is not complete, and cannot be loaded"
+            f"; {unfinished[0]} belongs to an incomplete save, and cannot be loaded"
             if unfinished
             else ""
         )
@@ -194,7 +194,7 @@ def _damaged(where: str, why: str) -> NoReturn:
 
 def _fields(value: Any, kind: str, where: str) -> Mapping[str, Any]:
     if not isinstance(value, _Record) or type(value).__name__ != kind:
-        _damaged(where, f"it has a {type(value).__name__} in the place of a {kind}")
+        _damaged(where, f"it has a {type(value).__name__} instead of a {kind}")
     state = value.__dict__.get("state", {})
     if not isinstance(state, dict):
         _damaged(where, f"a {kind} has no fields")

@@ -124,8 +124,8 @@ class Checksums:
         want = self.items.get((name, offset, length))
         if want is None or checksum_of(file, offset, length) != want:
             raise StorageError(
-                f"{what}: its bytes in {name} are not those that were written: the file is damaged. Use "
-                "another checkpoint."
+                f"{what}: its bytes in {name} differ from those that were written: the file is "
+                "damaged. Use another checkpoint."
             )
 
 
@@ -188,8 +188,9 @@ def _opened(path: Path, name: str, item: ReadItem) -> io.BufferedReader:
         return open(file_of(path, name), "rb")
     except FileNotFoundError as error:
         raise StorageError(
-            f"{path} lacks the file {name}, in which its index has {_name(item)}: the file was deleted, "
-            "or not copied with the others. Copy it there again, or use another checkpoint."
+            f"{path} lacks the file {name}, in which {_name(item)} is according to its index: the "
+            "file was deleted, or not copied with the others. Copy it again, or use another "
+            "checkpoint."
         ) from error
 
 

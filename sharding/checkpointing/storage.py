@@ -31,23 +31,23 @@ def save(
 ) -> None:
     """Write a tree as a `torch.distributed.checkpoint`. Every rank must call it.
 
-    On return the whole checkpoint is on disk. If two jobs save to one path at the same time, one of them
-    raises, and the checkpoint is the other's. A leaf's key is its path joined by dots, as in DCP: ``w.0``
-    and ``w.1`` for ``{"w": [a, b]}``; fields of named tuples go by name. (DCP stores a list without
-    tensors as one value; for such lists the keys differ.) Checksums are in a separate file, which DCP
-    ignores.
+    On return the complete checkpoint is on disk. If two jobs save to one path at the same time, one of
+    them raises, and the path has the other job's checkpoint. A leaf's key is its path joined by dots, as
+    in DCP: ``w.0`` and ``w.1`` for ``{"w": [a, b]}``; fields of named tuples go by name. (DCP stores a
+    list without tensors as one value; for such lists the keys differ.) Checksums are in a separate file,
+    which DCP ignores.
 
     Args:
         path: a new directory, on a disk that all ranks share.
         tree: a tree of MeshTensors, tensors (one value each, the same on every rank), and int, float,
             bool, complex, str and None.
         check_replicated: compare the plain tensors over ranks by checksum.
-        timeout: seconds to wait for the slowest rank: to call, to write its part, and for the index.
+        timeout: seconds to wait for the slowest rank: to call, to write its shards, and for the index.
 
     Raises:
-        StorageError: the path exists (or another job was faster), leaves cannot be stored (names them),
-            ranks passed different trees, or a rank failed. All ranks raise it; the path never has an
-            incomplete checkpoint.
+        StorageError: the path exists (or another job was faster), leaves cannot be stored (the message
+            names them), ranks passed different trees, or a rank failed. All ranks raise it; the path
+            never has an incomplete checkpoint.
         ReplicaMismatch: ranks passed different tensors.
 
     >>> import torch, torchard as ta
@@ -75,7 +75,7 @@ def load(
 ) -> Any:
     """Read a checkpoint written by `save` or by DCP. Every rank must call it, and reads its own shards.
 
-    Nothing in a checkpoint is executed: of DCP's pickled index only plain values are made, items are
+    Nothing in a checkpoint is executed: only plain values of DCP's pickled index are created, items are
     read as weights only, and no file outside the directory is opened.
 
     Args:
@@ -83,7 +83,7 @@ def load(
         like: a tree of the expected leaves, whose values are not read: MeshTensors, tensors (on ``meta``,
             say), `ShapeDtype`, and scalars of the expected type.
         mesh: where to put tensors.
-        specs: as for `place`. A tensor without a spec (None) is loaded as it is in ``like``: as a
+        specs: as for `place`. A tensor without a spec (None) is loaded like its leaf in ``like``: as a
             MeshTensor with the same spec, or as a plain tensor.
         rules: as for `place`.
         partial: allow the checkpoint to hold more than ``like``.
@@ -93,8 +93,9 @@ def load(
         A tree like ``like``.
 
     Raises:
-        StorageError: ``path`` is not a checkpoint; leaves are missing, too many, or of another shape or
-            dtype (names all of them); the checkpoint is damaged; or a rank failed. All ranks raise it.
+        StorageError: ``path`` is not a checkpoint; leaves are missing, too many, or of a different shape
+            or dtype (the message names all of them); the checkpoint is damaged; or a rank failed. All
+            ranks raise it.
         SpecError: specs do not fit.
 
     Warns:

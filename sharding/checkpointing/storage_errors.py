@@ -1,10 +1,10 @@
-"""What cannot be stored or loaded."""
+"""Errors of values that cannot be stored or loaded."""
 
 __all__ = ["StorageError", "StorageWarning"]
 
 
 class StorageError(ValueError):
-    """A checkpoint cannot be written, or does not hold what ``load`` expects.
+    """A checkpoint cannot be written, or does not match the tree that ``load`` expects.
 
     >>> import torch, torchard as ta
     >>> ta.save("step-100", {"w": torch.ones(4)})

@@ -162,7 +162,7 @@ def _inline(
     env.update(zip(inputs, operands, strict=True))
     tags: dict[Tag[Any], Any] = {PART_OF: next(_NUMBERS)}
     if USE.on(node):
-        tags[APART] = replace(USE.of(node), how="decomposed: a dim that it needs whole is split")
+        tags[APART] = replace(USE.of(node), how="decomposed: a dim that it needs unsplit is split")
     for inner in traced.nodes:
         if inner.op == "call_function":
             env[inner] = graph.node_copy(inner, env.__getitem__)
@@ -184,7 +184,7 @@ def _replace(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
 
 
 def _use(piece: fx.Node, before: fx.Node) -> None:
-    """Put a piece in the place of a node; what its users remember of their operands is forgotten."""
+    """Replace a node by a piece; cached facts about its users' operands are dropped."""
     stand_for(piece, before)
     for user in before.replace_all_uses_with(piece):
         forget(user, CALL)

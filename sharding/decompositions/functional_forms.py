@@ -21,7 +21,7 @@ __all__ = ["BIASED_PRODUCTS", "DECOMPOSITIONS", "Checked", "register_decompositi
 
 @dataclass(frozen=True)
 class Checked:
-    """A user's decomposition, and what compares it with its operation, given a call of that."""
+    """A custom decomposition, and the function that compares it with its operation, for one call."""
 
     fn: Callable[..., Any]
     check: Callable[[fx.Node], None]

@@ -1,8 +1,8 @@
 """Decompositions of interpolation of a split image by a whole factor.
 
-Each line becomes as many lines as the factor, each computed from it and the nearest neighbour. So windows
-have one more line at both ends (none for nearest interpolation), and repeat the outermost line at the
-image's edges.
+Each line becomes ``factor`` lines, each computed from it and the nearest neighbour. So windows have one
+more line at both ends (none for nearest interpolation), and repeat the outermost line at the image's
+edges.
 """
 
 from __future__ import annotations

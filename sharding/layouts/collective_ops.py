@@ -75,7 +75,7 @@ class AllReduce(CollectiveOp):
 
 @dataclass(frozen=True)
 class PsumScatter(CollectiveOp):
-    """Every rank gets its slice along ``to`` of what an all_reduce would give."""
+    """Every rank gets its slice along ``to`` of the result that an all_reduce would have."""
 
     to: SubDim
     reduction: str = "sum"

@@ -184,7 +184,7 @@ class _Builder:
 
 
 def _is_one_factor(dim: DimExpression) -> bool:
-    """Whether a dim is a single factor, whose size is that of the dim."""
+    """Whether a dim is a single factor, whose size is the dim's."""
     return len(dim.axes) == 1 and dim.axes[0].size is None
 
 
@@ -207,7 +207,7 @@ def _instantiate(text: AxisExpression, ins: OperandShapes, outs: OperandShapes) 
     for operand in text.arrays:
         if operand.dtype is not None:
             text.fail(operand.dtype, "a factor rule has no dtypes")
-    # An empty side of the arrow stands for no operand, or for one without dims.
+    # An empty side of the arrow means no operand, or one without dims.
     nothing = (OperandExpression((), None, 0),)
     left, right = text.operands or nothing * min(len(ins), 1), text.results or nothing * min(len(outs), 1)
     if len(left) != len(ins) or len(right) != len(outs):
@@ -339,7 +339,7 @@ def _rule(
     ins: tuple[tuple[Factors, ...], ...],
     outs: tuple[tuple[Factors, ...], ...],
 ) -> Rule:
-    """The rule, with defaults for what its clauses do not state."""
+    """The rule, with defaults where its clauses state nothing."""
     on_operand, on_each_result = _factors_of(ins), [_factors_of([out]) for out in outs]
     on_result = set[int]().union(*on_each_result)
     # A factor that no operand has cannot be split, unless a clause says how it is computed.

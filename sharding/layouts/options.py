@@ -172,7 +172,7 @@ def factor_axes(
 
 
 def _leading(rule: Rule, factors: Factors, dim: Dim, sizes: Sizes) -> tuple[Dim, ...]:
-    """The sub-dims of each factor under the dim's outer axes alone, as many as fit factor boundaries."""
+    """The sub-dims of each factor under only the dim's outer axes, as many as fit factor boundaries."""
     (first, *_) = dim
     for keep in range(len(first.axes) - 1, 0, -1):
         size = math.prod(s.size for s in dim)

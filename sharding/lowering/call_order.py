@@ -1,7 +1,7 @@
 """Call order: before a plan communicates, its ranks check that they all make the same call.
 
 Collectives are matched by order alone. Ranks that called two plans of equal shapes in different orders
-would silently add up each other's values. The plan determines what a call sends, so it is enough to
+would silently add up each other's values. The plan determines the sends of a call, so it is enough to
 compare calls: the plan, the thread, and the number of earlier calls that failed. The check precedes all
 communication, so every rank can raise the same error and continue.
 

@@ -3,9 +3,9 @@
 A functional broadcast over the pair, as compilers need it, passes through threads of gloo's on both sides
 and is copied first; a direct send takes a third of the time.
 
-A send completes once its receive is posted, and its operand is held until then. So before a rank sends
-to a peer, it waits for the sends to that peer but the last few. Ranks issue sends and receives in one
-order, that of the plan, so the rank that is furthest behind waits for no other.
+A send completes once its receive is posted, and its operand is held until then. So before a rank sends to
+a peer, it waits for the sends to that peer but the last few. Ranks issue sends and receives in the plan's
+order, so the rank that is furthest behind waits for no other.
 """
 
 from __future__ import annotations

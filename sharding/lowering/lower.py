@@ -78,7 +78,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Fetch:
-    """The pieces of blocks along a dim that each rank wants, by the rank's index along ``axes``."""
+    """The pieces of blocks along a dim that each rank needs, by the rank's index along ``axes``."""
 
     layout: Layout
     dim: int

@@ -115,8 +115,9 @@ def agree_on_groups(order: CallOrder, groups: list[str]) -> None:
         if any(theirs["groups"] != groups for theirs in _exchanged(order, mine, _GROUPS)):
             raise PlanMismatch(
                 f"rank {dist.get_rank()} planned {order.text}, which needs the groups of ranks "
-                f"{', '.join(groups)}; another rank's plan needs others. Every rank must call the same "
-                "function with arguments of the same shapes, dtypes, specs and static values."
+                f"{', '.join(groups)}; the plan of another rank needs different groups. Every "
+                "rank must call the same function with arguments of the same shapes, dtypes, "
+                "specs and static values."
             )
     except Exception as error:
         know(error)

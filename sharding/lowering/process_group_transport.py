@@ -43,7 +43,7 @@ class ProcessGroupTransport:
     """Transport of one rank by torch's functional collectives over the mesh's process groups.
 
     Args:
-        direct: whether to send from rank to rank by isend and irecv, which compilers do not know.
+        direct: whether to send from rank to rank by isend and irecv, which compilers do not support.
     """
 
     late = True

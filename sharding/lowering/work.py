@@ -1,4 +1,4 @@
-"""The work of a plan: what the busiest rank computes, and which axes split it.
+"""The work of a plan: the work of the busiest rank, and the axes that split it.
 
 Counted on the SPMD program, from layouts: an operation's local shapes are those of the largest shards.
 """
@@ -62,7 +62,7 @@ def mesh_work(program: Program, mesh: Mesh) -> Work:
 
 
 def _busiest(operations: Sequence[Operation], cost: Callable[[fx.Node], int]) -> int:
-    """The cost of what the busiest rank computes."""
+    """The cost of the busiest rank's operations."""
     at: Counter[tuple[tuple[str, int], ...]] = Counter()
     for operation in operations:
         at[operation.home] += cost(operation.local)

@@ -157,7 +157,7 @@ def pvary(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     that mix invariant and varying values do this implicitly.
 
     Args:
-        x: a value; over axes along which it varies already, nothing changes.
+        x: a value; nothing changes over axes along which it already varies.
         axes: an axis, or a tuple of axes.
 
     Returns:
@@ -225,7 +225,7 @@ def psum_scatter(
 ) -> torch.Tensor:
     """Sum over the k ranks along mesh axes and scatter the result along a dim, inside `shard_map`.
 
-    Rank i keeps part i of the sum.
+    Rank i gets slice i of the sum.
 
     Args:
         x: each rank's value: ``[..., k * n, ...]`` if ``tiled``, else ``[..., k, ...]``.
@@ -263,21 +263,21 @@ def psum_scatter(
 def all_to_all(
     x: torch.Tensor, axes: AxisNames, *, split_dim: int, concat_dim: int, tiled: bool = False
 ) -> torch.Tensor:
-    """Exchange parts between the k ranks along mesh axes, inside `shard_map`.
+    """Exchange slices between the k ranks along mesh axes, inside `shard_map`.
 
-    Part j of rank i along ``split_dim`` becomes part i of rank j along ``concat_dim``.
+    Slice j of rank i along ``split_dim`` becomes slice i of rank j along ``concat_dim``.
 
     Args:
         x: each rank's value.
         axes: an axis, or a tuple of axes.
         split_dim: the dim that is split. If ``tiled``, its k * n entries become n; else it has k entries
             and is dropped.
-        concat_dim: the dim along which the received parts are put together. If ``tiled``, its m entries
+        concat_dim: the dim along which the received slices are concatenated. If ``tiled``, its m entries
             become k * m; else it is a new dim of k entries.
         tiled: split and concatenate existing dims.
 
     Returns:
-        The parts that this rank receives.
+        The slices that this rank receives, as one tensor.
 
     Raises:
         MeshError: the split dim does not divide into k parts (if not tiled: is not k), the mesh has no

@@ -3,7 +3,7 @@
 Every move except pmax and pmin is a linear map with a transpose and a batched form; it defines the shape
 of its result and the axes over which the result varies. In a traced program a move is one opaque
 operation, from whose arguments ``move_of`` restores it; ``lower_manual.py`` lowers its collective
-(`Move.collective`). The transposes are those of JAX's shard_map with check_vma=True.
+(`Move.collective`). The transposes are the same as in JAX's shard_map with check_vma=True.
 """
 
 from __future__ import annotations

@@ -51,9 +51,10 @@ def region_axes(collective: str, axes: AxisNames) -> tuple[Axes, Axes]:
 
 def _is_automatic(collective: str, axes: AxisNames, automatic: str, manual: Axes) -> str:
     return (
-        f"{collective} over {axes!r}: {automatic!r} is automatic inside this shard_map, whose axis_names "
-        f"are {', '.join(map(repr, manual))}. Along it values are global, however they are split: "
-        f"x.sum(0) sums over the whole batch. Drop {automatic!r} here, or add it to axis_names."
+        f"{collective} over {axes!r}: {automatic!r} is automatic inside this shard_map, whose "
+        f"axis_names are {', '.join(map(repr, manual))}. Along it values are global, however they "
+        f"are split: x.sum(0) sums over the entire batch. Drop {automatic!r} here, or add it to "
+        "axis_names."
     )
 
 
@@ -76,8 +77,8 @@ def check_divides(collective: str, x: torch.Tensor, dim: int, ranks: int) -> Non
     """Raise MeshError if a dim does not divide into equal parts, one for each rank."""
     if x.shape[dim] % ranks:
         raise MeshError(
-            f"{collective}: dim {dim} of shape {list(x.shape)} does not divide into {ranks} equal parts, "
-            "one for each rank; pad it."
+            f"{collective}: dim {dim} of shape {list(x.shape)} cannot be divided into {ranks} "
+            "equal shards, one for each rank; pad it."
         )
 
 
@@ -103,8 +104,8 @@ def reduced(collective: str, x: torch.Tensor, move: Move) -> torch.Tensor:
             else "drop the axis"
         )
         raise MeshError(
-            f"{collective}: the value is invariant over {names}: every rank holds the same already, so "
-            f"it needs no {collective}; {remedy}."
+            f"{collective}: the value is invariant over {names}: every rank already holds the "
+            f"same value, so it needs no {collective}; {remedy}."
         )
     return apply(move, summable(x) if isinstance(move, Sum) else x)
 
@@ -113,10 +114,11 @@ def _summed_already(collective: str, names: str, axes: Axes) -> str:
     over = repr(axes[0]) if len(axes) == 1 else repr(axes)
     mean = f" The mean over ranks is gradient / axis_size({over})." if collective == "pmean" else ""
     return (
-        f"{collective}: the value is a gradient that is invariant over {names}. It is the gradient of a "
-        "value that is the same on every rank, so the ranks' contributions are summed over them already "
-        f"(the transpose of the implicit broadcast). Drop the {collective}.{mean} For each rank's own "
-        f"gradient, make the value varying first: pvary(x, {over})."
+        f"{collective}: the value is a gradient that is invariant over {names}. It is the "
+        "gradient of a value that is the same on every rank, so the ranks' contributions are "
+        "already summed over them (the transpose of the implicit broadcast). Drop the "
+        f"{collective}.{mean} For each rank's own gradient, make the value varying first: "
+        f"pvary(x, {over})."
     )
 
 

@@ -168,9 +168,9 @@ class ManualRegion(TorchFunctionMode):
         out = func(*_swap(args, aligned), **_swap(kwargs, aligned))
         if any(internals.version(t) != before[key] for key, t in aligned.items()):
             raise MeshError(
-                f"{getattr(func, '__name__', func)} writes a value that varies over more axes than "
-                "what it is written into. Compute a new value instead (torch.where, torch.cat), or make "
-                "the one that is written into varying first: x = pvary(x, axes)."
+                f"{getattr(func, '__name__', func)} writes a value into a tensor that varies over "
+                "fewer axes. Compute a new value instead (torch.where, torch.cat), or make that "
+                "tensor varying first: x = pvary(x, axes)."
             )
         return out
 
@@ -280,10 +280,10 @@ def _pull(move: Move, ct: torch.Tensor) -> torch.Tensor:
     back = move.transposed()
     if extra := back.excess(varying_axes(ct)):
         raise DerivativeError(
-            f"the cotangent that {move.op} got varies over {_quoted(extra)}, but its value does not: "
-            "values that vary differently were combined where that is not detected (in an "
-            "autograd.Function, or another transform inside shard_map). Make the one that varies less "
-            f"varying before that: pvary(x, {tuple(sorted(extra))})."
+            f"the cotangent that {move.op} got varies over {_quoted(extra)}, but its value does "
+            "not: values that vary over different axes were combined in code that is not checked "
+            "(an autograd.Function, or another transform inside shard_map). Before that, make the "
+            f"value that varies over fewer axes varying: pvary(x, {tuple(sorted(extra))})."
         )
     return apply(back, ct)
 

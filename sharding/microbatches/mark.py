@@ -93,7 +93,7 @@ def merge_marks(graph: fx.Graph) -> list[int]:
     """Make marks of marked values finer marks, and return the numbers of microbatches, outer ones first.
 
     A slice of a slice is a slice: where a function that is accumulated passes what it was given to one
-    that is, there are as many microbatches as both together say.
+    that is, the numbers of microbatches are multiplied.
     """
     marks = [node for node in graph.nodes if marked(node) is not None]
     for node in marks:
@@ -122,7 +122,7 @@ def drop_small(graph: fx.Graph, steps: int) -> None:
 
 
 def marked(node: fx.Node) -> Mark | None:
-    """What a node marks; None for other nodes."""
+    """The mark of a node; None for other nodes."""
     if node.op != "call_function" or node.target is not torch.ops.torchard.microbatch.default:
         return None
     dim, blocks, steps = node.args[1:]

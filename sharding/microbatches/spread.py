@@ -2,9 +2,10 @@
 
 The graph becomes an SPMD graph over one axis, as ``scheduling/partition.py`` makes it over a mesh: every
 node is tagged with its layout, and steps between nodes are the identity on global values. A batch that
-enters is sliced. From there on each operation splits what its operands split, by its factor rule. A sum
-over the batch pends until something needs its value: then the microbatches are added up. Whole values
-that an operation wants split are computed split, wherever that takes no more than slices of inputs.
+enters is sliced. From there on each operation splits the factors that its operands split, by its factor
+rule. A sum over the batch pends until something needs its value: then the microbatches are added up.
+Whole values that an operation wants split are computed split, wherever that takes no more than slices of
+inputs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torchard.sharding.scheduling.collectives import emit_step
 
 __all__ = ["spread"]
 
-# The weight of the labels that torch's kernel returns beside the loss takes the labels alone.
+# The weight of the labels, which torch's kernel returns with the loss, depends only on the labels.
 _APART = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 _SMALL = 1024  # elements below which an operation on a pending sum may run once per microbatch
@@ -200,7 +201,7 @@ class _Spread:
 
 
 def _instead(node: fx.Node) -> str:
-    """What can be done about an operation that is not computed one microbatch at a time."""
+    """The remedy for an operation that is not computed one microbatch at a time."""
     if node.target in _BAGS:
         return ", or use bags that are rows of one matrix, with mode='sum' or 'mean', or F.embedding"
     space = getattr(node.target, "namespace", "aten")
@@ -240,7 +241,7 @@ def _is_after_sums(call: Call) -> bool:
 
 
 def _price(call: Call, have: Sequence[Layout], option: Option) -> tuple[int, ...]:
-    """What an option costs: sums that later microbatches wait for, work done again, and sums."""
+    """The cost of an option: sums that later microbatches wait for, repeated work, and sums."""
     sums = [h for h, want in zip(have, option.ins, strict=True) if h.awaited and not want.awaited]
     varies = any(out.axes for out in option.outs)
     passed = [h for h, want in zip(have, option.ins, strict=True) if h.awaited and want.awaited]

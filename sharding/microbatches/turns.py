@@ -1,10 +1,10 @@
 """The operations of an SPMD graph over microbatches, one microbatch after another, as one global graph.
 
-First comes what no microbatch changes, then the microbatches' operations in turn, then what needs their
-sums. So the values of one microbatch are dead when the next begins, but for the running sums and the
-slices of results. Where the microbatches need a sum over all of them, such as the number of labels that
-count, a turn of their own computes it before, with all that it is computed from; it may have no product,
-since that is computed again.
+First come the operations that are the same for all microbatches, then each microbatch's operations in
+turn, then the operations that need complete sums. So the values of one microbatch are dead when the next
+begins, but for the running sums and the slices of results. Where the microbatches need a sum over all of
+them, such as the number of labels that count, a turn of their own computes it before, with all that it is
+computed from; it may have no product, since that is computed again.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Turns(Lowering):
                 self._emit(node, self.turns[0])
 
     def _turn(self, inside: Sequence[fx.Node], at: dict[str, int], awaited: bool) -> None:
-        """Emit what one microbatch computes.
+        """Emit the operations of one microbatch.
 
         Args:
             awaited: whether all microbatches wait for it, so that it is part of none of them.
@@ -191,7 +191,7 @@ def _pass_on(node: fx.Node, result: fx.Node) -> None:
 
 
 def _split(shape: Sequence[int], layout: Layout, steps: int) -> tuple[int, int, int, int]:
-    """The dim that the axis splits, and what it is a product of.
+    """The dim that the axis splits, and the factors of which it is a product.
 
     Returns:
         The dim; the sizes of what is outside of the microbatches, of one microbatch, and inside.
@@ -231,7 +231,7 @@ class _Emitter(Emitter):
         return node
 
     def _one_of(self, value: Any) -> Any:
-        """One for all values that differ in where they begin alone, as the slices of microbatches do."""
+        """One for all values that differ only in where they begin, as the slices of microbatches do."""
         if not isinstance(value, torch.Tensor):
             return value
         kind = value.shape, value.stride(), value.dtype, value.device
@@ -239,7 +239,7 @@ class _Emitter(Emitter):
 
 
 def _identified(value: Any) -> Hashable:
-    """Arguments as a key; values are told apart by their identity."""
+    """Arguments as a key; values are compared by identity."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_identified, value))
     return ("value", id(value)) if isinstance(value, torch.Tensor) else (type(value), value)
@@ -315,10 +315,10 @@ def _waits(source: fx.Node, heavy: fx.Node) -> str:
     after = f"microbatches cannot be computed one after another (it depends on {heavy.target} at {of})"
     if is_view(source):
         return (
-            f"{at}: {source.target} takes single examples out of the batch, so {after}. torch.vmap "
-            "computes examples apart where it has no rule for an operation, such as the gradient "
-            "of index_select: use table[ids] or embedding in its place, or checkpoint in place of "
-            "accumulate."
+            f"{at}: {source.target} takes single examples out of the batch, so {after}. "
+            "torch.vmap computes examples one by one if it has no rule for an operation, such as "
+            "the gradient of index_select: use table[ids] or embedding instead, or checkpoint "
+            "instead of accumulate."
         )
     return (
         f"{at}: {source.target} is a sum over the whole batch, and the rest of the computation depends "

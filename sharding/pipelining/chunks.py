@@ -1,9 +1,9 @@
-"""Chunks: which operations of a program belong to which part of its depth.
+"""Chunks: which operations of a program belong to which range of its depth.
 
 The forward is cut where the costliest chunk is cheapest. What is cut are *units*: the layers that a
-pattern of scopes matches, or single operations. Cheap operations on inputs alone (casts of weights,
-masks, embeddings) go with their users, or are computed wherever they are used. The backward of an
-operation belongs to its chunk. What is computed from gradients (an optimizer) goes where these are.
+pattern of scopes matches, or single operations. Cheap operations on inputs only (casts of weights, masks,
+embeddings) go with their users, or are computed wherever they are used. The backward of an operation
+belongs to its chunk. Values that are computed from gradients (by an optimizer) are in the chunk of these.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def assign_chunks(graph: fx.Graph, stages: Stages, homes: Sequence[Home], name: 
 
 
 def _flowing(graph: fx.Graph) -> list[fx.Node]:
-    """The operations of the forward through which the batch flows: what depends on a product.
+    """The operations of the forward through which the batch flows: those that depend on a product.
 
-    The rest is cheap, and depends on inputs alone. What depends on gradients is no part of it. In a
+    The rest is cheap, and depends only on inputs. What depends on gradients is no part of it. In a
     function without products, all of the forward is.
     """
     forward: list[fx.Node] = []
@@ -122,9 +122,9 @@ def _by_patterns(
         found = [i for i, pattern in enumerate(patterns) if _matched(node, pattern) is not None]
         if len(found) > 1:
             raise PipelineError(
-                f"pipeline({name}): stages {patterns[found[0]]!r} and {patterns[found[1]]!r} both match "
-                f"the scope {SCOPE.get(node, '')!r} at {SOURCE.get(node)}; one pattern may match each "
-                "scope."
+                f"pipeline({name}): stages {patterns[found[0]]!r} and {patterns[found[1]]!r} both "
+                f"match the scope {SCOPE.get(node, '')!r} at {SOURCE.get(node)}; only one pattern "
+                "may match a scope."
             )
         if found:
             matched[node] = found[0]
@@ -278,22 +278,23 @@ def _check_direction(chunk_of: dict[fx.Node, int], name: str) -> None:
         for source in node.all_input_nodes:
             if chunk_of.get(source, chunk) > chunk:
                 raise PipelineError(
-                    f"pipeline({name}): stage {chunk_of[source]} ({SOURCE.get(source)}) gives a value to "
-                    f"stage {chunk} ({SOURCE.get(node)}), which comes before it: stages form a cycle. "
-                    "Order the patterns as the function runs, or put both operations in one stage."
+                    f"pipeline({name}): stage {chunk_of[source]} ({SOURCE.get(source)}) gives a "
+                    f"value to stage {chunk} ({SOURCE.get(node)}), which comes before it: stages "
+                    "form a cycle. List the patterns in execution order, or put both operations "
+                    "in one stage."
                 )
 
 
 def _no_match(pattern: str, flowing: Sequence[fx.Node], name: str) -> PipelineError:
     scopes = sorted({scope for node in flowing if (scope := SCOPE.get(node))})
     shown = ", ".join(map(repr, nearest(pattern, scopes))) + (", ..." if len(scopes) > 8 else "")
-    remedy = f"its scopes are {shown}" if scopes else "label its layers by torchard.scope"
+    remedy = f"its scopes are {shown}" if scopes else "label its layers with torchard.scope"
     return PipelineError(f"pipeline({name}, stages=...): {pattern!r} matches no scope; {remedy}.")
 
 
 def _too_few(name: str, count: int, what: str, chunks: int) -> PipelineError:
     return PipelineError(
-        f"pipeline({name}): {chunks} stages need as many {what}, of which there {_is(count)}. Use a "
+        f"pipeline({name}): {chunks} stages need {chunks} {what}, but there {_is(count)}. Use a "
         "smaller axis or fewer chunks, or stages=None to cut between any two operations."
     )
 

@@ -1,7 +1,8 @@
-"""Where in space each value is: the coordinate of a stage axis that computes it, and what is sent.
+"""The home of each value: the coordinate of a stage axis that computes it, and the sends between homes.
 
 A plan splits values over the other axes without regard to homes. Here each node of the SPMD graph gets
-the home of its stage, or else that of its operands, and what is used at another home is sent there.
+the home of its stage, or else of its operands, and a value that is used at a different home is sent
+there.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def locate(graph: fx.Graph, inputs: Sequence[Home]) -> None:
 
 
 def _is_update(node: fx.Node) -> bool:
-    """Whether an operation belongs to no stage, as those of an optimizer do."""
+    """Whether an operation belongs to no stage, like an optimizer's operations."""
     if node.op != "call_function" or CHUNK.on(node) or STEP.on(node):
         return False
     return PHASE.get(node) != "backward" and isinstance(VAL.get(node), torch.Tensor)
@@ -148,7 +149,7 @@ def _is_held(node: fx.Node) -> bool:
 
 
 def _is_rearranged(node: fx.Node) -> bool:
-    """Whether a value is a view of all elements of another one, at the same home."""
+    """Whether a value is a view of all elements of a second value, at the same home."""
     if not is_alias(node) or len(node.all_input_nodes) != 1:
         return False
     (base,) = node.all_input_nodes

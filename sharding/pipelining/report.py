@@ -1,6 +1,6 @@
-"""The report of a pipeline: which rank computes what when, what it holds, and what it sends.
+"""The report of a pipeline: when each rank computes which tasks, how much it holds and how much it sends.
 
-Read from the program as it is planned, so it says what runs, whatever the schedule was to be.
+Read from the program as it is planned, so it shows the actual order, whatever schedule was requested.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMED = 4  # scopes of a stage that are written out
 
 @dataclass(frozen=True)
 class StageReport:
-    """What the ranks of one stage do in a call.
+    """The work of the ranks of one stage in a call.
 
     Attributes:
         scopes: the scopes of its operations, in order.
@@ -53,7 +53,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """Who computes what when in a pipeline.
+    """When each rank of a pipeline computes which tasks.
 
     Attributes:
         axis: the mesh axis of the stages.

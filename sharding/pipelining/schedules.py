@@ -25,12 +25,12 @@ _CELL = 3  # characters of one unit of time
 
 
 class Task(NamedTuple):
-    """One piece of a pipeline's work, for a schedule of one's own.
+    """One piece of a pipeline's work, for custom schedules.
 
     Attributes:
         chunk: the number of the chunk of layers, in the order of the forward.
         microbatch: the number of the microbatch.
-        kind: "F", the forward; "B", the backward; or its two parts, "I", the gradient of the chunk's
+        kind: "F", the forward; "B", the backward; or its two halves, "I", the gradient of the chunk's
             input, and "W", the rest.
 
     >>> from torchard import Task
@@ -48,7 +48,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The tasks of each rank along a pipeline's axis, in order; printed, as they run in time.
+    """The tasks of each rank along a pipeline's axis, in order; it prints as a timeline.
 
     Attributes:
         ranks: the tasks of each rank.
@@ -69,7 +69,7 @@ class PipelineSchedule:
 
     @classmethod
     def named(cls, name: str, ranks: int, microbatches: int) -> PipelineSchedule:
-        """A given schedule, by its name in `pipeline`, for some ranks and microbatches."""
+        """A predefined schedule, by its name in `pipeline`, for a number of ranks and microbatches."""
         return named(name, ranks, microbatches)
 
     def __str__(self) -> str:
@@ -214,8 +214,8 @@ def _check_complete(schedule: PipelineSchedule) -> None:
     for tasks in schedule.ranks:
         for task in tasks:
             if task.kind not in wanted or task in seen:
-                what = "is there twice" if task in seen else f"is none of {', '.join(wanted)}"
-                raise PipelineError(f"schedule {schedule.name}: {task} {what}; each task is done once.")
+                what = "occurs twice" if task in seen else f"is not one of {', '.join(wanted)}"
+                raise PipelineError(f"schedule {schedule.name}: {task} {what}; each task occurs once.")
             seen.add(task)
     for chunk in range(schedule.chunks):
         for microbatch in range(schedule.microbatches):
@@ -223,7 +223,7 @@ def _check_complete(schedule: PipelineSchedule) -> None:
                 if Task(chunk, microbatch, kind) not in seen:
                     raise PipelineError(
                         f"schedule {schedule.name}: {Task(chunk, microbatch, kind)} is missing on rank "
-                        f"{place[chunk]}; each task is done once."
+                        f"{place[chunk]}; each task occurs once."
                     )
 
 
@@ -238,8 +238,8 @@ def _stuck(
             missing = next(other for other in wanted if other in listed and other not in ends)
             waits.append(f"rank {rank} waits with {task} for {missing}")
     return (
-        f"schedule {schedule.name}: ranks wait for each other: {'; '.join(waits)}. Put the tasks that "
-        "are waited for earlier in the lists of their ranks."
+        f"schedule {schedule.name}: ranks wait for each other: {'; '.join(waits)}. Move the tasks that "
+        "others wait for forward in the lists of their ranks."
     )
 
 

@@ -33,7 +33,7 @@ def tasks_of(graph: fx.Graph, whole: bool = False) -> dict[fx.Node, Task]:
         whole: whether the backward of a chunk is one task.
     """
     chunk_of = _chunks(graph)
-    alone = not any(map(MICROBATCH.on, graph.nodes))  # the whole batch is one microbatch
+    alone = not any(map(MICROBATCH.on, graph.nodes))  # the entire batch is one microbatch
     tasks: dict[fx.Node, Task] = {}
     late: set[fx.Node] = set()
     for node, chunk in chunk_of.items():
@@ -111,7 +111,7 @@ def arrange(graph: fx.Graph, tasks: Mapping[fx.Node, Task], schedule: PipelineSc
 def _with_operands(
     nodes: Iterable[fx.Node], order: dict[fx.Node, None] | None = None
 ) -> dict[fx.Node, None]:
-    """Nodes in this order, each after what it needs."""
+    """Nodes in this order, each after the nodes that it needs."""
     order = {} if order is None else order
     for wanted in nodes:
         stack = [wanted]

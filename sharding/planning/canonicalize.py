@@ -81,7 +81,7 @@ def _is_empty_cut(node: fx.Node) -> bool:
 def _drop_empty_operands(node: fx.Node) -> None:
     """Leave out operands of a concatenation that have no elements.
 
-    One of shape [0] may stand beside operands of any rank, without being split as they are.
+    An operand of shape [0] may occur with operands of any rank, without being split as they are.
     """
     whole = VAL.of(node)
     if not whole.numel():

@@ -157,7 +157,7 @@ def _as_before(manual: Axes, operand: Layout, rule: Rule, sizes: Sizes) -> Layou
 
 
 def check_local(graph: fx.Graph, program: Program, mesh: Mesh) -> None:
-    """Check what can be checked on the whole program only.
+    """Make the checks that need the complete program.
 
     Raises:
         DerivativeError: a gradient varies over ranks while its value does not.
@@ -181,9 +181,9 @@ def check_local(graph: fx.Graph, program: Program, mesh: Mesh) -> None:
 
 def _constrained(node: fx.Node, axis: str) -> str:
     return (
-        f"constrain at {SOURCE.get(node)} is inside a shard_map and names {axis!r}, which is "
-        "manual there: along it, each rank has a value of its own. Constrain global values, outside of "
-        "the shard_map, or constrain along axes that axis_names leaves out."
+        f"constrain at {SOURCE.get(node)} is inside a shard_map and names {axis!r}, which is manual "
+        "there: along it, each rank has a different value. Constrain global values, outside of the "
+        "shard_map, or constrain along axes that axis_names leaves out."
     )
 
 
@@ -192,8 +192,8 @@ def _check_results(program: Program, graph: fx.Graph, varying: dict[fx.Node, Axe
         if varying[value]:
             axes = tuple(sorted(varying[value]))
             raise DerivativeError(
-                f"the {leaf.path} varies over {axes}, although the value itself is the same along them: "
-                "inside the shard_map it was combined with a varying value where that cannot be tracked "
-                "(in an autograd.Function, or another transform). Make it varying before that: "
+                f"the {leaf.path} varies over {axes}, although the value itself is the same along "
+                "them: inside the shard_map it was combined with a varying value in code that cannot "
+                "be tracked (an autograd.Function, or another transform). Make it varying before that: "
                 f"pvary(x, {axes})."
             )

@@ -183,8 +183,9 @@ def _cheapest(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
 def _apart(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
     """The plan, or a cheaper one with operations decomposed, except kinds in ``kept_whole``.
 
-    They are decomposed within one sweep, so that each sees the layouts that earlier decompositions
-    leave. Decomposed one at a time, all but the first would be judged after an operation that gathers.
+    They are decomposed within one sweep, so that each sees the layouts that earlier decompositions leave.
+    If they were decomposed one at a time, each would be evaluated while an earlier one still gathers its
+    operand.
     """
     graph, env = copy_graph(plan.graph)
     given = _given_in(plan.given, env, graph)

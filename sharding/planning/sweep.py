@@ -9,7 +9,7 @@ Options are compared in this order:
 4. bytes sent, from the cheapest version of each operand to the layouts that consumers want;
 5. elements of the local results.
 
-Minimising bytes alone degenerates: it gathers token ids and small weights and replicates all computation.
+Minimising only bytes degenerates: it gathers token ids and small weights and replicates all computation.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Sweep:
         return next(option for layout, option in known if option.outs == (layout,))
 
     def _layouts_of_carry(self, node: fx.Node) -> list[Layout]:
-        """The layouts that a carry may have, the cheapest first: entering, in use, and handed on."""
+        """The layouts that a carry may have, the cheapest first: on entry, in use, and on exit."""
         (first,) = Call.of(node).operands
         home, handed = self.home(first).reduced(), self.start.handed.get(node)
         wanted = dict.fromkeys(want.reduced() for want in self.needed.get(node, {}).values())

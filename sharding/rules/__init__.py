@@ -1,9 +1,10 @@
 """Factor rules: how each operation can be split. Importing this package registers them all.
 
-`registry/` holds the registry, and what a rule and its emitter see of a call. The rules of torch's
-operations are in two folders, one file per family: `compute/` for operations that compute new values,
-`data_movement/` for those that rearrange, read or write elements. The other files have the rules of
-torchard's own operations: fused kernels, shard_map's collectives, and blocks of a dim with their windows.
+`registry/` holds the registry, and the view of a call that a rule and its emitter get. The rules of
+torch's operations are in two folders, one file per family: `compute/` for operations that compute new
+values, `data_movement/` for those that rearrange, read or write elements. The other files have the rules
+of torchard's own operations: fused kernels, shard_map's collectives, and blocks of a dim with their
+windows.
 """
 
 from torchard.sharding.rules import blocks, compute, data_movement, fused, loops, manual_collectives

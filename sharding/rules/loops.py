@@ -1,4 +1,4 @@
-"""Rules of what enters the iterations of a loop and leaves them (functional/programs/loops.py).
+"""Rules for values that enter and leave the iterations of a loop (functional/programs/loops.py).
 
 One iteration is planned for all. The layers of stacked parameters are never split: rows are taken by each
 rank of its own shard of every layer.
@@ -28,7 +28,7 @@ register_rule(row, item, text="layers ... -> ... | whole layers | linear 0")
 
 
 def _collected(result: str) -> Callable[[Call], str]:
-    """The rule of what is computed of the values of one loop, or of the parts of one."""
+    """The rule of a value that is computed from the values of one loop, or of its halves."""
 
     def text(call: Call) -> str:
         given = range(len(call.ins))

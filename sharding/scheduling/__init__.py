@@ -1,17 +1,18 @@
 """Scheduling: the collectives of a plan, when each is issued, and which are merged.
 
-`partition.py` writes a plan into the graph: layouts on nodes, reshard steps between them. An SPMD
-program has global shapes: a step is the identity on global values. Dropping the steps recovers the
-global program (``unpartition``), and planning costs the same for 4 ranks and 4,096.
+`partition.py` writes a plan into the graph: layouts on nodes, reshard steps between them. An SPMD program
+has global shapes, and a step is the identity on global values, so planning costs the same for 4 ranks and
+4,096. Dropping the steps recovers the global program (``unpartition``).
 
 Members of a bucket (`bucket.py`) remain separate, adjacent steps, so that everything that reads SPMD
-programs still works. An all_reduce joins the open bucket of its kind if its operand is ready before
-the first result of the bucket is used. One whose result is used before the next could join is sent
-alone, so an activation never waits.
+programs still works. An all_reduce joins the open bucket of its kind if its operand is ready before the
+first result of the bucket is used. If its result is used before the next all_reduce could join, it is
+sent by itself, so an activation never waits.
 
-A fully sharded training step holds its shards of weights, gradients and moments, the activations, and
-at most two gathered layers (`gathers.py`, `schedule.py`): a gathered layer is unpacked before the
-next gather is issued; gradients scattered two layers ago are awaited; each update is complete before
-the next begins; donated inputs are released. Gathers along axes that split the batch are repeated in
-the backward; the results of others are kept.
+A fully sharded training step prefetches parameters: each layer is gathered one layer ahead of its use
+(``Schedule(prefetch=...)``, `gathers.py`, `schedule.py`). It holds its shards of weights, gradients and
+moments, the activations, and at most two gathered layers: a gathered layer is unpacked before the next
+gather is issued; gradients scattered two layers ago are awaited; each update is complete before the next
+begins; donated inputs are released. Gathers along axes that split the batch are repeated in the backward;
+the results of other gathers are saved.
 """

@@ -149,7 +149,7 @@ class _Partition:
 
 
 def _put_in_loop(node: fx.Node, user: fx.Node) -> None:
-    """Put what is computed for a user in the user's loop, or in its operand's; or in no loop.
+    """Put a value that is computed for a user into the user's loop, into its operand's, or into no loop.
 
     What no iteration changes is computed once, before the loop.
     """

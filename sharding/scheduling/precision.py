@@ -3,7 +3,7 @@
 A bf16 sum over ranks is rounded more often than on one device: the partial products are rounded, then
 each partial sum. With a wider dtype the sums and products that end in a reduction are computed in it as
 well, and so are operations fused with them, so that the result is rounded once, as on one device.
-(Products on a CPU only: elsewhere a product in another dtype than its operands' is slow, so partial
+(Products only on a CPU: elsewhere a product in a different dtype from its operands' is slow, so partial
 results are widened after rounding.)
 """
 
@@ -76,7 +76,7 @@ def _widen(graph: fx.Graph, step: fx.Node, dtype: torch.dtype) -> None:
 
 
 def _finished(graph: fx.Graph, value: fx.Node, whole: int | None, dtype: torch.dtype) -> fx.Node:
-    """Also compute what was fused with the sum (a bias, a mean's division) in the wider dtype."""
+    """Also use the wider dtype for operations fused with the sum (a bias, a mean's division)."""
     while len(value.users) == 1:
         (user,) = value.users
         if whole is None or user.target not in _FINISHES or PART_OF.get(user) != whole:

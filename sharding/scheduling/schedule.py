@@ -35,13 +35,13 @@ _EARLY = (AllReduce, PsumScatter, AllToAll)
 @written("Schedule(prefetch=2)")
 @dataclass(frozen=True)
 class Schedule:
-    """How far ahead of its use communication is issued, and what is merged.
+    """How far ahead of its use communication is issued, and which collectives are merged.
 
     Attributes:
-        prefetch: number of layers before its use that a layer's split parameters are gathered. Each
-            holds one more gathered layer; 0 gathers at the first use, with nothing to overlap.
-        bucket_bytes: the most that one merged all_reduce of gradients sends, in bytes; a larger
-            gradient is sent on its own. None: 25 MiB, or a quarter of all gradients if that is more.
+        prefetch: how many layers ahead of its use a layer's split parameters are gathered. Each layer
+            ahead holds one more gathered layer in memory; 0 gathers at the first use, without overlap.
+        bucket_bytes: the maximum number of bytes in one merged all_reduce of gradients; a larger
+            gradient is sent by itself. None: 25 MiB, or a quarter of all gradients if that is more.
 
     Raises:
         ValueError: a negative distance, or an empty bucket.
@@ -161,7 +161,7 @@ def _only_updates(program: Program) -> set[fx.Node]:
 
 
 def _condenses(node: fx.Node) -> bool:
-    """Whether an operation frees its operands: a product, or what is smaller than one of them.
+    """Whether an operation frees its operands: a product, or a result that is smaller than one of them.
 
     A gradient is computed where it can be, though the activation's gradient that it is computed from
     was reduced: put off, it would hold the activations of all layers.

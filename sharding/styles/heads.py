@@ -142,7 +142,7 @@ class _Walk:
         return [list(_marks_on(rule, dims, kept)) for dims in rule.outs]
 
     def _see_parts(self, source: Source, slices: int) -> None:
-        """Divide each part into so many slices; where their sizes differ, into a common multiple."""
+        """Divide each part into n slices; if their sizes differ, into a common multiple."""
         parts = math.lcm(self.parts_seen[source], self.parts[source] * slices)
         if self._size(source) % parts == 0:
             self.parts_seen[source] = parts
@@ -153,7 +153,7 @@ class _Walk:
     def _makes_parts(
         self, call: Call, mark: _Mark, rule: Rule, factors: tuple[int, ...], factor: int
     ) -> bool:
-        """Whether an operation slices a source into parts that have units of their own."""
+        """Whether an operation slices a source into parts with separate units."""
         parts, count = self.units(mark.source)
         if call.target in _TAKES:
             return self._size(mark.source) > parts * count
@@ -165,7 +165,8 @@ class _Walk:
         return source
 
     def _join(self, a: Source, b: Source, room: int) -> None:
-        """Split two sources alike, into a number of units that divides those of both and ``room``."""
+        """Split two sources in the same way, into a number of units that divides both of theirs and
+        ``room``."""
         a, b = self._root(a), self._root(b)
         self.counts[a] = self.counts[b] = math.gcd(self.counts[a], self.counts[b], room)
         if a != b:

@@ -32,16 +32,16 @@ def parallelize(
     """Specs of a model's parameters and constraints on its activations, from styles by module path.
 
     Args:
-        model: what `functionalize` returned (the function or the params), an ``nn.Module``, or params
-            in nested dicts. Where only parameters are known, a layer with a ``weight`` of two dims
-            counts as a linear with a weight [out, in].
+        model: a result of `functionalize` (the function or the params), an ``nn.Module``, or params in
+            nested dicts. If only parameters are known, a layer with a ``weight`` of two dims counts as a
+            linear with a weight [out, in].
         mesh: where the model will run.
         plan: from patterns of module paths to styles (``*`` also matches dots; ``""`` is the model).
         axis: the mesh axis that styles split over.
         batch: axes that split dim 0 of activations, also where a style places them.
-        fsdp: axes that split every parameter as well, in the first dim that no style splits (ZeRO).
-            With the batch split over the same axes, the parameters of a layer are gathered where they
-            are used. A parameter whose dims are all split already stays as it is.
+        fsdp: axes that split every parameter as well, in the first dim that no style splits (ZeRO). If
+            the batch is split over the same axes, the parameters of a layer are gathered when they are
+            used. A parameter whose dims are all split already is not split further.
         rules: a mapping from names of dims, in ``batch``, ``fsdp`` and styles, to axes.
         program: a trace of the model, ``trace(fn)(params, ...)``. `Colwise` and `Rowwise` without
             ``heads`` find the heads in it, by the views that follow a projection.
@@ -51,8 +51,8 @@ def parallelize(
         constraints that `shard` takes as ``constrain_at`` (empty unless styles have layouts).
 
     Raises:
-        SpecError: a pattern matches no module, a style does not suit its layer or is not a style, or
-            two patterns contradict each other. The message lists all that is wrong with the plan.
+        SpecError: a pattern matches no module, a style does not suit its layer or is not a style, or two
+            patterns contradict each other. The message lists all errors of the plan.
         MeshError: the mesh lacks one of the axes.
 
     Source: ZeRO, Rajbhandari et al., arXiv:1910.02054, for ``fsdp``; PyTorch's ``parallelize_module``.
@@ -118,7 +118,7 @@ def _matched(pattern: str, layers: Mapping[str, Layer]) -> list[Layer]:
     if not matched:
         near = nearest(pattern, paths, 3)
         raise SpecError(
-            f"it matches no module; there are {len(paths)}, such as {', '.join(near) or 'none'}."
+            f"it matches no module; the model has {len(paths)}, such as {', '.join(near) or 'none'}."
         )
     return matched
 
@@ -177,8 +177,8 @@ class _Claims:
     def _claim(self, claimed: dict[str, P], name: str, spec: P, by: str) -> None:
         if claimed.setdefault(name, spec) != spec:
             raise SpecError(
-                f"{name} would get spec {spec}, but {self._by[name]} gives it {claimed[name]}; there is "
-                "only one spec, even for a tied parameter. Narrow one of the patterns."
+                f"{name} would get spec {spec}, but {self._by[name]} gives it {claimed[name]}; a "
+                "parameter has one spec, even if it is tied. Narrow one of the patterns."
             )
         self._by.setdefault(name, by)
 

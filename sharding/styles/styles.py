@@ -37,12 +37,12 @@ class Placing:
 @written("Colwise()")
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How a layer is split. Subclass it and override ``specs`` for a style of your own.
+    """How a layer is split. For a custom style, subclass it and override ``specs``.
 
     Args:
         input_layouts: the layout of the first tensor that the layer takes: the dim that the axis splits,
-            counted from the front (0 is the batch); ``P()`` for none; any other P as it is; None leaves
-            it to propagation.
+            counted from the front (0 is the batch); ``P()`` for none; any other P is used unchanged; None
+            leaves it to propagation.
         output_layouts: the same for the first tensor that the layer returns.
 
     >>> import torch, torchard as ta
@@ -98,10 +98,10 @@ class _Product(Style):
     Args:
         unit: the number of consecutive features that stay together, such as the size of a head.
         heads: the number of heads that the features form, none of which is split (instead of ``unit``).
-            Where k and v have fewer heads than q, their number for q, k, v and the output projection
-            alike, so that a group of queries stays with its k and v.
+            If k and v have fewer heads than q, the number of their heads for all of q, k, v and the
+            output projection, so that a group of queries stays with its k and v.
         transposed: whether the weight is [in, out]; None goes by the layer's class. With True or False,
-            any layer with a matrix as its weight is taken for a linear.
+            any layer whose weight is a matrix is treated as a linear.
     """
 
     unit: int = 1
@@ -116,14 +116,14 @@ class _Product(Style):
             if self.unit > 1:
                 raise SpecError(
                     f"{type(self).__name__}(unit={self.unit}, heads={self.heads}): the size of heads "
-                    "and their number state the same; give one of them."
+                    "and the number of heads determine each other; give one of them."
                 )
 
     def _of_linear(self, layer: Layer) -> bool:
         """Whether the weight is [in, out].
 
         Raises:
-            SpecError: the layer has no such weight.
+            SpecError: the layer has no 2-D weight that this style can split.
         """
         forced = self.transposed is not None and len(layer.shapes.get("weight", ())) == 2
         if not (layer.is_linear or forced):
@@ -131,8 +131,8 @@ class _Product(Style):
             shapes = ", ".join(f"{k} {list(v)}" for k, v in layer.shapes.items()) or "no parameters"
             raise SpecError(
                 f"{style} splits linears and embeddings; {layer.path!r} is a {layer.what} with "
-                f"{shapes}. Narrow the pattern, use Activations() or SequenceParallel() to place "
-                f"what goes in and out, or {style}(transposed=False) if its weight is [out, in]."
+                f"{shapes}. Narrow the pattern, use Activations() or SequenceParallel() to place its "
+                f"inputs and outputs, or {style}(transposed=False) if its weight is [out, in]."
             )
         return layer.transposed if self.transposed is None else self.transposed
 
@@ -145,9 +145,9 @@ class _Product(Style):
         size = layer.shapes["weight"][dim]
         if units == 1 < size // parts:
             raise SpecError(
-                f"the {size} features of {layer.path!r} stay together in the operations that follow, so "
-                f"they cannot be split; give {type(self).__name__}(heads=) or (unit=), or leave the "
-                "layer out of the plan."
+                f"the {size} features of {layer.path!r} are needed together by the operations that "
+                f"follow, so they cannot be split; give {type(self).__name__}(heads=) or (unit=), or "
+                "leave the layer out of the plan."
             )
         return parts, None if parts == 1 and units == size else units
 
@@ -219,10 +219,10 @@ class Rowwise(_Product):
     Args:
         unit: the number of consecutive features that stay together, such as the size of a head.
         heads: the number of heads that the features form, none of which is split (instead of ``unit``).
-            Where k and v have fewer heads than q, give their number for q, k, v and the output
-            projection alike, so that a group of queries stays with its k and v.
+            If k and v have fewer heads than q, give the number of their heads for all of q, k, v and the
+            output projection, so that a group of queries stays with its k and v.
         transposed: whether the weight is [in, out]; None goes by the layer's class. With True or False,
-            any layer with a matrix as its weight is taken for a linear.
+            any layer whose weight is a matrix is treated as a linear.
 
     Source: Megatron-LM, Shoeybi et al., arXiv:1909.08053, section 3; PyTorch's ``RowwiseParallel``.
 
@@ -288,7 +288,7 @@ class Pairwise(Style):
     """Split the linears inside a module in pairs, `Colwise` then `Rowwise`.
 
     They are paired in the order in which the module registered them; embeddings and norms do not count,
-    and an odd last linear is not split. The layouts are those of the module, not of the linears.
+    and an odd last linear is not split. The layouts apply to the module, not to the linears.
 
     Source: PyTorch's ``PairwiseParallel``.
 

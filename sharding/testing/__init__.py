@@ -1,8 +1,8 @@
 """Tools for property-based tests of sharded code: strategies of meshes and specs; shards by definition.
 
 Needs hypothesis (``pip install 'torchard[hypothesis]'``). ``meshes`` and ``specs`` are strategies
-(`strategies.py`); `shards.py` defines shards by indexing, independently of the library. What they draw is
-compared by `torchard.testing.equal`::
+(`strategies.py`); `shards.py` defines shards by indexing, independently of the library. Sharded functions
+are compared by `torchard.testing.equal`::
 
     @given(st.data())
     def test_mine(data):

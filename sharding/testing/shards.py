@@ -1,4 +1,4 @@
-"""Shards by definition: slices of a whole value, and the whole value that shards make up."""
+"""Shards by definition: slices of a global value, and the global value of shards."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def shard_at(x: torch.Tensor, layout: Layout, coords: Coords, mesh: Mesh) -> torch.Tensor:
-    """The shard of a whole value at a coordinate, a view where possible.
+    """The shard of a global value at a coordinate; a view if possible.
 
     Args:
-        x: the whole value.
+        x: the global value.
         layout: how it is split.
         coords: the coordinate, a position along each axis.
         mesh: the mesh.
@@ -53,7 +53,7 @@ def contributions(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Ten
     Over pending axes, they are random terms whose sum is the value.
 
     Args:
-        x: the whole value.
+        x: the global value.
         layout: how it is split.
         mesh: the mesh.
 
@@ -99,7 +99,7 @@ def _distinct(layout: Layout, mesh: Mesh) -> list[dict[str, int]]:
 
 
 def whole_of(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
-    """The value that distinct shards make up, pending ones reduced: the inverse of `contributions`.
+    """The global value of distinct shards, with pending ones reduced: the inverse of `contributions`.
 
     Args:
         parts: the shards, in the order of their coordinates.
@@ -107,7 +107,7 @@ def whole_of(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch
         mesh: the mesh.
 
     Returns:
-        The whole value.
+        The global value.
 
     >>> import torch, torchard as ta
     >>> from torchard.sharding.testing import whole_of
@@ -125,7 +125,7 @@ def whole_of(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch
 
 
 def _write(whole: torch.Tensor, part: torch.Tensor, layout: Layout, at: Coords, mesh: Mesh) -> None:
-    """Write a shard to its place in the whole value."""
+    """Write a shard to its place in the global value."""
     subs = [s for dim in layout.dims for s in dim]
     view = whole.view([s.size for s in subs])
     own = [chunk(s.size, s.axes, at, mesh.shape) for s in subs]

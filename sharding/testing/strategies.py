@@ -23,8 +23,8 @@ def meshes(max_ranks: int = 8, max_axes: int = 3) -> st.SearchStrategy[Mesh]:
     """A hypothesis strategy of virtual meshes, including axes of size one.
 
     Args:
-        max_ranks: the most ranks of a mesh.
-        max_axes: the most axes, up to 4: dp, tp, pp, ep.
+        max_ranks: the maximum number of ranks of a mesh.
+        max_axes: the maximum number of axes, up to 4: dp, tp, pp, ep.
 
     Returns:
         A strategy of `Mesh`.

@@ -1,4 +1,4 @@
-"""Meshes, specs, and the values that are placed by them.
+"""Meshes, specs, and placed values.
 
 A P may name dims instead of axes: ``rules=`` maps the names to axes (`axis_rules.py`) before any other
 code reads the spec. `constrain` runs without a mesh, so its names stay in the graph until the enclosing

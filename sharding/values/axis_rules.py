@@ -16,11 +16,11 @@ to axes then places it on a mesh::
     run = shard(loss, mesh, rules=tensor)
 
 `shard`, `place`, `initialize` and `parallelize` take ``rules=``. The rules of a shard apply to its specs
-and to every ``constrain`` inside it, except inside an inner shard with rules of its own. Outside any
-shard ``constrain`` is the identity, whatever it names.
+and to every ``constrain`` inside it, except inside an inner shard with its own rules. Outside any shard
+``constrain`` is the identity, whatever it names.
 
-- A name without a rule is an error, unless it is an axis of the mesh, which stands for itself. A dim
-  that is not split has an explicit rule: ``"seq": None``.
+- A name without a rule is an error, unless it is an axis of the mesh, which needs no rule. A dim that is
+  not split has an explicit rule: ``"seq": None``.
 - An axis splits one dim of a value. Axes that the spec itself names take precedence; of several names
   that map to one axis, the leftmost in the spec gets it, and the others are not split over it. So
   ``{"batch": "dp", "embed": "dp"}`` is FSDP: P("mlp", "embed") is split by its features, P("batch",
@@ -142,7 +142,7 @@ def _problem(name: Any, to: Any, mesh: Mesh) -> str | None:
         return f"rules[{name!r}] is {to!r}, which names an axis twice."
     if name in mesh.axes and _axes(to) != (name,):
         return (
-            f"rules[{name!r}] is {to!r}, but {name!r} is an axis of {mesh}, which stands for itself; "
-            "give the dim another name."
+            f"rules[{name!r}] is {to!r}, but {name!r} is an axis of {mesh}, which needs no rule; give "
+            "the dim a different name."
         )
     return None

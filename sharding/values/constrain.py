@@ -84,10 +84,10 @@ class _Constrain(torch.autograd.Function):
 
 @checked
 def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
-    """Pin the layout of a value where the function is sharded; the identity everywhere else.
+    """Pin the layout of a value if the function is sharded; otherwise the identity.
 
-    The cotangent is pinned too. The mesh, and the rules for names of dims, are those of the enclosing
-    `shard`. Inside `shard_map` the spec may name only axes that are not manual.
+    The cotangent is pinned too. The enclosing `shard` determines the mesh and the rules for names of
+    dims. Inside `shard_map` the spec may name only axes that are not manual.
 
     Args:
         x: a tensor.

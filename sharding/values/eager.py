@@ -1,4 +1,4 @@
-"""Single operations on placed values outside any trace, each run as a sharded program of its own.
+"""Single operations on placed values outside any trace, each run as a separate sharded program.
 
 ``x @ w`` runs like ``shard(torch.matmul, mesh)(x, w)``, and so do ``x[0]``, ``x.norm()`` and
 ``torch.exp(x)``: by the same rules, cached by signature, differentiable, and checked across ranks. So
@@ -43,7 +43,7 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         if args and not is_placed(args[0]):
             raise PlacementError(
                 f"{name} writes in place, from a MeshTensor into a plain tensor: pass x.full(), the "
-                "whole value, or one of x.parts, this process's shards."
+                "full value, or one of x.parts, this process's shards."
             )
         raise PlacementError(
             f"{name} writes in place, and a MeshTensor is immutable: use the result instead "
@@ -224,8 +224,9 @@ def _leaves(x: Any) -> list[torch.Tensor]:
     shards = _shards(x)
     if is_placed(x) and not all(shard.is_leaf for shard in shards):
         raise PlacementError(
-            "backward(inputs=...) accumulates gradients of MeshTensors that were not computed from "
-            "others: pass a list of these, inputs=[x]; torch.autograd.grad returns those of any value."
+            "backward(inputs=...) accumulates gradients only of leaf MeshTensors, which were not "
+            "computed from others: pass a list of leaves, inputs=[x]; torch.autograd.grad returns "
+            "gradients of any value."
         )
     return shards
 

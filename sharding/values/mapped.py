@@ -1,4 +1,4 @@
-"""Placed values under torch.func, which takes their shards apart and puts other tensors in their place.
+"""Placed values under torch.func, which flattens them into shards and replaces these by other tensors.
 
 `torch.vmap` removes a dim of each shard and adds it to each shard of the results; `jacrev` and `jacfwd`
 put the dims of an argument after those of a result. So a placed value that torch.func builds is described
@@ -27,7 +27,7 @@ class ShardReading:
     """How the dims of a value's shards are read.
 
     Attributes:
-        base: the placement that the value had when it was first taken apart.
+        base: the placement that the value had when it was first flattened.
         now: the placement of the shards as they are; None if they cannot be read.
         by_vmap: whether vmap added the dims in which they differ.
     """
@@ -62,7 +62,7 @@ class Flattened:
         return Flattened, (self.reading, ())
 
     def before(self, count: int) -> list[torch.Tensor]:
-        """The shards that were taken apart; an empty list unless all of them are alive."""
+        """The shards of the flattened values; an empty list unless all of them are alive."""
         alive = [x for ref in self.shards if (x := ref()) is not None]
         return alive if len(alive) == count else []
 

@@ -18,7 +18,7 @@ from torchard.functional.core.arguments import AtLeast, Like, checked, written
 
 __all__ = ["Mesh", "MeshError", "PlacementError"]
 
-# Torch's default, for process groups without a timeout of their own.
+# Torch's default, for process groups without their own timeout.
 _PATIENCE = datetime.timedelta(minutes=30)
 
 
@@ -69,8 +69,8 @@ class Mesh:
         coords: this rank's coordinate along each axis, by name; None on a virtual mesh.
 
     Raises:
-        MeshError: no process group exists, or the sizes do not multiply to its world size; an axis has
-            a size of 0, or a name that is no identifier.
+        MeshError: no process group exists, or the sizes do not multiply to its world size; an axis has a
+            size of 0, or a name that is not an identifier.
 
     >>> import torchard as ta
     >>> mesh = ta.Mesh({"dp": 2, "tp": 4}, virtual=True)
@@ -162,7 +162,8 @@ class Mesh:
     def pair(self, axis: str, one: int, other: int) -> Any:
         """The process group of this rank and its peer, at two coordinates along an axis.
 
-        Every rank must call, whatever its coordinate, in one order; None for ranks at others.
+        Every rank must call this, whatever its coordinate, in the same order; None for ranks at other
+        coordinates.
         """
         return _pair_group(self, axis, min(one, other), max(one, other))
 

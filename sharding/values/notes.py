@@ -1,8 +1,8 @@
-"""What ranks tell one another in the process group's store outside of exchanges.
+"""Notes that ranks leave for one another in the process group's store, outside of exchanges.
 
-Calls of plans that ranks have agreed on are compared by messages alone, without the store. A rank that
-has waited in one for a while notes that in the store, for ranks that wait there for its new plan, and for
-one that failed before it had a plan. A rank that an error ends notes the error.
+Calls of plans that ranks have agreed on are compared only by messages, without the store. A rank that has
+waited in one for a while notes that in the store, for ranks that wait there for its new plan, and for one
+that failed before it had a plan. A rank that an error ends notes the error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _read(subject: str, rank: int) -> Any:
-    """What a rank has noted; None if nothing."""
+    """The note of a rank; None if there is none."""
     store, key = default_store(), key_of(subject, rank)
     return json.loads(store.get(key)) if store.check([key]) else None
 
@@ -79,7 +79,7 @@ class _Watch:
             time.sleep(LONG)
             groups = self._groups
             if groups is not None and groups is seen and groups is not noted:
-                with contextlib.suppress(Exception):  # without a store nobody asks
+                with contextlib.suppress(Exception):  # without a store no rank asks
                     default_store().set(key_of("waits", dist.get_rank()), json.dumps(groups))
                 noted = groups
             seen = groups

@@ -77,7 +77,7 @@ class Operators:
         return self.full().tolist()
 
     def numpy(self) -> Any:
-        """The whole value as a NumPy array. Every rank must call it."""
+        """The full value as a NumPy array. Every rank must call it."""
         return self.full().numpy()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
@@ -132,7 +132,7 @@ def _absent(name: str) -> property:
     def refuse(self: Any) -> NoReturn:
         raise AttributeError(
             f"a MeshTensor has no attribute {name!r}. It has mesh, spec, parts, shape and dtype, and "
-            f"the operations of tensors; x.full() is the whole value as a plain tensor."
+            "the operations of tensors; x.full() is the full value as a plain tensor."
         )
 
     return property(refuse)
@@ -156,7 +156,7 @@ def _check_device(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
         if isinstance(value, (str, torch.device)) and torch.device(value).type != self.device.type:
             raise PlacementError(
                 f"a MeshTensor is on its mesh's device, {self.device.type}; it cannot move to {value}. "
-                "x.full().to(...) moves the whole value."
+                "x.full().to(...) moves the full value."
             )
 
 

@@ -31,9 +31,9 @@ class MeshTensor(Operators):
 
     It is a pytree node around the *distinct* shards of this process: one under process groups, all
     distinct ones on a virtual mesh, never copies. Leafwise gradients and norms therefore count a value
-    once. It is immutable. Outside a transform, each operation on it runs as a program of its own, forward
-    and under autograd, so every rank must call it; 0-d results are plain tensors. Several operations are
-    better put in a function under `shard`, which plans them together.
+    once. It is immutable. Outside a transform, each operation on it runs as a separate program, forward
+    and under autograd, so every rank must call it; 0-d results are plain tensors. Put several operations
+    in a function under `shard`, which plans them together.
 
     Args:
         held: the placement (internal).
@@ -84,8 +84,8 @@ class MeshTensor(Operators):
             part: this rank's shard.
             mesh: a mesh of processes.
             spec: how the value is split.
-            shape: the shape of the whole value. By default the ranks exchange the shapes of their
-                shards, so every rank must call.
+            shape: the global shape. By default the ranks exchange the shapes of their shards, so every
+                rank must call.
 
         Returns:
             A MeshTensor.
@@ -123,7 +123,7 @@ class MeshTensor(Operators):
             parts: the shards, in the order of their coordinates; one under process groups.
             mesh: the mesh.
             spec: how the value is split.
-            shape: the shape of the whole value.
+            shape: the global shape.
 
         Returns:
             A MeshTensor.
@@ -180,7 +180,7 @@ class MeshTensor(Operators):
             f"a MeshTensor on {held.mesh} with spec {held.spec} holds shards of shapes "
             f"{[list(p.shape) for p in self.parts]}, not {[list(s) for s in held.shapes]}: a function "
             "of torch, such as torch.func.jacrev or a tree_map, replaced its shards by values that "
-            "cannot be put together. Transform the function that takes global values: shard(jacrev(f)), "
+            "cannot be combined. Transform the function that takes global values: shard(jacrev(f)), "
             "shard(vmap(f)), tree.map."
         )
 
@@ -232,7 +232,7 @@ class MeshTensor(Operators):
         return self._read().parts[0]
 
     def full(self) -> torch.Tensor:
-        """The whole value as a plain tensor on every rank. Every rank must call it."""
+        """The full value as a plain tensor on every rank. Every rank must call it."""
         return METHODS.full(self)
 
     def redistribute(self, spec: P) -> MeshTensor:
@@ -306,8 +306,9 @@ def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
     for rank, kind in zip(ranks, kinds, strict=True):
         if kind != kinds[0]:
             raise PlacementError(
-                f"the shard of rank {rank} is {kind[0]} with {kind[1]} dims, that of rank {ranks[0]} "
-                f"is {dtype} with {len(first)}: pass shards of one dtype and as many dims on every rank."
+                f"the shard of rank {rank} is {kind[0]} with {kind[1]} dims, the shard of rank "
+                f"{ranks[0]} is {dtype} with {len(first)}: pass shards of the same dtype and number of "
+                "dims on every rank."
             )
     shape = []
     for d, n in enumerate(first):
@@ -345,9 +346,9 @@ def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Flattened | _
         value._read()  # raises
     if asked_by_user(*_TREES):
         raise PlacementError(
-            f"{value!r} was taken apart: torch.utils._pytree and optree look into placed values, since "
-            "torch's transforms differentiate their parts. Use torchard.tree, to which a placed value is "
-            "one leaf; full(tree) gathers it, and x.parts has this process's tensors."
+            f"{value!r} was flattened: torch.utils._pytree and optree look into placed values, since "
+            "torch's transforms differentiate their shards. Use torchard.tree, for which a placed "
+            "value is one leaf; full(tree) gathers it, and x.parts has this process's tensors."
         )
     return value.parts, Flattened(value._reading, value.parts)
 

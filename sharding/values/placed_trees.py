@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 def full(tree: Any) -> Any:
-    """The tree with its placed values gathered to whole tensors.
+    """The tree with its placed values gathered to full tensors.
 
     Args:
         tree: a pytree.
 
     Returns:
-        The tree with a tensor in place of each MeshTensor; other leaves are kept.
+        The tree with a tensor in place of each MeshTensor; other leaves are unchanged.
 
     >>> import torch, torchard as ta
     >>> mesh = ta.Mesh({"tp": 2}, virtual=True)

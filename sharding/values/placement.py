@@ -43,7 +43,7 @@ class MeshPlacement:
         mesh: the mesh.
         dims: the sub-dims of each dim, with the axes that split them.
         pending: the axes over which the value is pending, with the reductions.
-        home: axes along which one coordinate alone has the value, with that coordinate.
+        home: axes along which only one coordinate has the value, with that coordinate.
         lead: the number of leading dims that vmap added, whose sizes are not known here.
     """
 

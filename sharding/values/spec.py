@@ -47,7 +47,7 @@ class P:
     Args:
         entries: for each dim an axis, a tuple of axes (outermost first), or None. Entries may also be
             names of dims, which ``rules=`` maps to axes.
-        weak: whether propagation may overrule the spec more readily than others.
+        weak: whether propagation may overrule the spec more readily than other specs.
 
     Raises:
         SpecError: an entry has the wrong type, or an axis appears twice.
@@ -127,10 +127,11 @@ class P:
         return spec
 
     def at(self, **home: int) -> P:
-        """The spec of a value that ranks at one coordinate of an axis have, such as one pipeline stage.
+        """The spec of a value that only ranks at one coordinate of an axis hold, such as a stage.
 
         Args:
-            home: the coordinate along each of these axes; ranks at others hold nothing of the value.
+            home: the coordinate along each of these axes; ranks at other coordinates hold nothing of the
+                value.
 
         Returns:
             A P.
@@ -147,14 +148,14 @@ class P:
         return self._like(P(*self.entries), tuple(sorted({**dict(self.home), **home}.items())))
 
     def _like(self, spec: P, home: tuple[tuple[str, int], ...] | None = None) -> P:
-        """A new spec, made as weak as this one, and at its home or another one."""
+        """A new spec, as weak as this one, and at its home or at a given one."""
         spec.weak, spec.home = self.weak, self.home if home is None else home
         spec.named = spec.named or self.named
         both = [axis for axis, _ in spec.home if axis in spec.axes]
         if both:
             raise SpecError(
-                f"{spec!r} splits a dim over {both[0]!r}, along which the value is at one coordinate "
-                "only; drop one of them."
+                f"{spec!r} both splits a dim over {both[0]!r} and pins the value to one coordinate of "
+                f"{both[0]!r} (.at); remove one of the two."
             )
         return spec
 

@@ -46,8 +46,8 @@ class ExchangeError(RuntimeError):
     Traceback (most recent call last):
         ...
     torchard.ExchangeError: rank 1 did not report what it passed to place within 1 s. It has ended, or is
-        busy for longer than that: then pass a larger timeout to Mesh (by default it is the process
-        group's).
+        busy for longer than this; in that case pass a larger timeout to Mesh (by default it is the
+        process group's).
     """
 
 
@@ -56,7 +56,7 @@ class OutOfStep(ExchangeError):
 
 
 class RankFailed(ExchangeError):
-    """Another rank raised an error before it came to where this one waits for it.
+    """Another rank raised an error before it reached the point at which this rank waits for it.
 
     >>> # torchrun --nproc-per-node 2
     >>> import torch, torch.distributed as dist, torchard as ta
@@ -87,10 +87,11 @@ class _Turns:
 
 _turns = _Turns()
 _WAIT_LONGER = (
-    "It has ended, or is busy for longer than that: then pass a larger timeout to Mesh (by default it is "
-    "the process group's)."
+    "It has ended, or is busy for longer than this; in that case pass a larger timeout to Mesh (by "
+    "default it is the process group's)."
 )
-# Seconds between two questions whether all have reported, and after which it is asked who has not.
+# Seconds between two checks that all ranks have reported, and before the missing ranks are
+# determined.
 _SOON, _SELDOM, _LOOK = 0.001, 0.1, 0.5
 # In place of a value's description: the report is of an error.
 _FAILED = "failed"

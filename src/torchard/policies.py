@@ -1,7 +1,7 @@
 """Checkpoint policies: which values the backward keeps, recomputes, or offloads to host memory.
 
 A policy is a function ``(op, shapes, scope, name)`` of one value that the forward computes. It returns
-"save", "recompute" or "offload"; True and False stand for the first two.
+"save", "recompute" or "offload"; True and False mean the first two.
 
 - ``op``: the operation, such as ``"aten.mm"``, ``"collective.all_reduce"``, or a fused kernel's name.
 - ``shapes``: the shapes of its operands and of its result; see `Shapes`.

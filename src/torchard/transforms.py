@@ -1,8 +1,8 @@
-"""The parts of which transforms are made, for authors of their own.
+"""The classes and functions from which transforms are built, for authors of custom transforms.
 
 A transform returns ``Transformed(fn, [rewrite])``. A `Rewrite` turns a program into another that computes
 the same values: it determines how and where they are computed, and which of them a backward keeps. A
-`ValueRewrite` changes values, and its derivative is that of the changed function. The example below is a
+`ValueRewrite` changes values, and the changed function is differentiated. The example below is a
 `Rewrite`; ``examples/quantize.py`` is a `ValueRewrite`.
 
 >>> import torch

@@ -192,7 +192,7 @@ def test_tensors_of_which_no_call_has_a_value_are_refused(change: str, traced: b
     for _ in range(2):
         run(params, torch.ones(2, 3))
     WITHOUT_VALUES[change](fn.module)
-    with pytest.raises(PurityError, match=r"has '.*' now, .*functionalize the changed module"):
+    with pytest.raises(PurityError, match=r"now has '.*', which .*functionalize the changed module"):
         run(params, torch.ones(2, 3))
 
 

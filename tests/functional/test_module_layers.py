@@ -427,13 +427,13 @@ REFUSED: dict[str, tuple[Callable[[int], nn.Module], Any, str]] = {
     "arguments that differ": (Scaled, scaling, r"argument \[0\]\[1\] of layer 1 is neither that"),
     "layers left out": (Block, skipping, "layer 2 is called where layer 1 is expected"),
     "a loop that stops": (Block, stopping, "the forward calls 2 of 4 layers"),
-    "layers side by side": (Block, apart, "layer 1 does not take what layer 0 returns"),
+    "layers side by side": (Block, apart, "layer 1 does not take the result of layer 0"),
     "a sum aside": (Block, summing_aside, "layers.0 is used by mean before the next layer"),
     "an attribute that differs": (Numbered, handing_on, r"layers\.\* reads its attribute 'number'"),
     "a test of one": (Even, handing_on, r"'number', which differs between layers \(0, 1, 2, 3\)"),
     "a buffer that is updated": (Counting, handing_on, "updates its buffer 'scale'"),
-    "another grad mode": (Block, without_gradients, "layer 2 is called under another grad mode"),
-    "another autocast": (Block, in_half_precision, "layer 1 is called under another grad mode or autoc"),
+    "another grad mode": (Block, without_gradients, "layer 2 is called under a different grad mode"),
+    "another autocast": (Block, in_half_precision, "layer 1 is called under a different grad mode or"),
     "an argument that is written to": (By, writing, r"argument \[0\]\[1\] may have changed before l"),
     "an object that changes": (By, setting, r"argument \[0\]\[1\] may have changed before layer 1"),
     "an iterator": (By, with_an_iterator, r"argument \[0\]\[1\] may have changed before layer 1"),
@@ -443,8 +443,8 @@ REFUSED: dict[str, tuple[Callable[[int], nn.Module], Any, str]] = {
     "attributes that are set": (Numbered, numbering_before, "'number' of layer 1 is 1.0, and that of la"),
     "a list that all hold": (Holding, filling, "attribute 'shared' of layer 1 may have changed"),
     "rounds that are mixed": (Block, crossed, "result of layers.0 is an argument of layers.1"),
-    "a dropout between": (Block, dropping, "a dropout that is in no layer draws a mask before layer 1"),
-    "a result that is hidden": (Block, hiding, "layers.0 is returned by the module, or kept by it"),
+    "a dropout between": (Block, dropping, "a dropout outside of the layers draws a mask before layer 1"),
+    "a result that is hidden": (Block, hiding, "layers.0 is returned by the module, or stored in it"),
     "a layer that counts": (Counted, handing_on, "'number'"),
     "a layer that keeps a loss": (Loss, handing_on, "the forward of a layer writes its attribute 'aux'"),
     "an attribute of some": (Extra, handing_on, "reads its attribute 'extra', which differs between"),
@@ -474,13 +474,13 @@ def test_layers_that_differ_are_refused() -> None:
         functionalize(mixed, stacked="layers")
     tied = Deep(Block, handing_on)
     tied.layers[1].linear.weight = tied.first.weight
-    with pytest.raises(LoopError, match="are one tensor"):
+    with pytest.raises(LoopError, match="are the same tensor"):
         functionalize(tied, stacked="layers")
     for module, path, text in (
         (nn.Linear(2, 2), "layers", r"Linear has no list.*; there is none in it\.$"),
         (nn.Sequential(nn.Linear(2, 2)), "layers", r"; there is none in it. .*nn.Sequential\(module\)"),
-        (nn.Sequential(nn.Sequential(nn.Linear(2, 2))), "", r"; there are '0'. It is such a list itself"),
-        (nn.Sequential(nn.Sequential()), "0", r"; there is none in it. It is such a list itself"),
+        (nn.Sequential(nn.Sequential(nn.Linear(2, 2))), "", r"; there are '0'. The module itself is a"),
+        (nn.Sequential(nn.Sequential()), "0", r"; there is none in it. The module itself is a list"),
         (nn.Sequential(), "x", r"; there is none in it\.$"),
     ):
         with pytest.raises(LoopError, match=text):

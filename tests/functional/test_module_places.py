@@ -234,7 +234,7 @@ def test_a_function_that_is_given_the_original_is_refused() -> None:
     module.use = lambda w, m, y: Times.apply(y, GLOBAL["module"].linear.weight)
     fn, params = ta.functionalize(module)
     for run in (fn, ta.jit(fn, backend="eager")):
-        with pytest.raises(PurityError, match=r"Function is given 'linear\.weight'.*self\.weight"):
+        with pytest.raises(PurityError, match=r"Function receives 'linear\.weight'.*self\.weight"):
             run(params, torch.ones(2, 3))
 
 

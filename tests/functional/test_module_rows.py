@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[Any, type[nn.Module], str]] = {
     "a write between": (writing, Layer, "is written to before layer 1"),
     "a buffer replaced": (replacing, Layer, "buffer 'scale' of layer 1 is replaced"),
     "a buffer replaced after": (replacing_after, Layer, "replaces 'scale' of layer 1"),
-    "a module replaced": (replacing_a_module, Layer, r"a module of layers\.1 is another"),
+    "a module replaced": (replacing_a_module, Layer, r"a module of layers\.1 has changed"),
     "weights given": (giving_weights, Layer, "'weight' of layer 0 is replaced"),
     "hooks on layers": (hooking, Layer, r"layers\.1\.linear has the forward hook at .*_rows.py:"),
     "hooks in layers": (first_of_all, Hooking, "forward of a layer writes to a"),

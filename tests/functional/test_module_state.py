@@ -179,7 +179,7 @@ class CountingInAnObject(Lazy):
 
 
 REFUSED = [
-    (Forgetful, "installs or removes hooks, and nothing in the module says"),
+    (Forgetful, "installs or removes hooks, and nothing in the module records"),
     (Flagged, "changes its attribute 'ready'.*run the module once before functionalize"),
     (CountingInADict, "changes 'calls' in a dict or an object.*make it a buffer"),
     (CountingInAnObject, "changes 'calls' in a dict or an object"),

@@ -255,7 +255,7 @@ def test_what_is_no_run() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda p, x: x[..., 0], r"float64\[6\], but what it replaces returns float64\[6, 8\]"),
+        (lambda p, x: x[..., 0], r"float64\[6\], but the replaced module returns float64\[6, 8\]"),
         (lambda p, x: norm_by_hand(p, x).float(), r"float32\[6, 8\]"),
         (lambda p, x: (norm_by_hand(p, x),), r"\(float64\[6, 8\],\)"),
         (lambda p, x: None, "NoneType"),
@@ -288,6 +288,6 @@ def test_what_is_replaced_is_run_without_data() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     wrong = replaced(nn.Sequential(Tied()), "0", lambda p, x: tied(p, x)[0])
     with pytest.raises(
-        KernelError, match=r"float32\[4\], but what it replaces returns float32\[6, 4\]"
+        KernelError, match=r"float32\[4\], but the replaced module returns float32\[6, 4\]"
     ):
         vmap(wrong)(torch.stack([X, X]).float())

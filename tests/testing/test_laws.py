@@ -193,7 +193,7 @@ def test_transforms() -> None:
     assert check_stack(layer, words, X, W).good
     with pytest.raises(AssertionError, match=r"the stack jit of <lambda>"):
         check_stack(layer, [(lambda fn: lambda *a: 2 * fn(*a), "jit")], X, W)
-    with pytest.raises(ValueError, match="'pmap' is no layer of a stack"):
+    with pytest.raises(ValueError, match="'pmap' is not a layer of a stack"):
         check_stack(layer, [("pmap",)], X, W)
 
 
@@ -221,7 +221,7 @@ def test_costs() -> None:
         assert_collectives(sharded, X, W, all_reduce=1, bytes=5)
     deep = checkpoint(lambda x: x.sin().exp().sin().sum())
     assert_residual_bytes(deep, X, most=0)
-    with pytest.raises(AssertionError, match="bytes are kept, more than 0"):
+    with pytest.raises(AssertionError, match="bytes are saved, more than 0"):
         assert_residual_bytes(lambda x: x.sin().exp().sin().sum(), X, most=0)
     fused = fuse(lambda x, b: F.gelu(x + b, approximate="tanh"))
     assert_kernels(fused, X, X[0], bias_gelu_tanh=1)

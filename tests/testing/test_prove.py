@@ -93,7 +93,7 @@ def test_an_operation_that_is_not_linear_does_not_pass_a_sum() -> None:
     relu = next(n for n in plan.calls if "relu" in n.name)
     LAYOUT.set(relu, Layout.replicated((2, 6)))
     reasons = {gap.node: gap.reason for gap in gaps(plan)}
-    assert reasons[relu.name] == "factor .0 is held otherwise in operand 0 and result 0"
+    assert reasons[relu.name] == "factor .0 is split differently in operand 0 and result 0"
 
 
 def gaps(plan: Any) -> tuple[Any, ...]:

@@ -62,4 +62,4 @@ def test_a_broken_rule_is_not(change: str, name: str) -> None:
     target = overload(name)
     changes = {c.__name__: c for c in CHANGES}
     with broken(target, changes.get(change), seed=0):
-        assert any(f"{target} is not as its rule says" in why for why in refused(target))
+        assert any(f"{target} does not obey its rule" in why for why in refused(target))

@@ -86,7 +86,7 @@ def another_program() -> str:
 
 def test_other_programs_are_refused(two_ranks: RankPool) -> None:
     for text in two_ranks(another_program):
-        assert "rank 1 runs another program than rank 0" in text
+        assert "rank 1 runs a different program from rank 0" in text
         assert "aten.sin f32[3]" in text and "instead of aten.cos f32[3]" in text
 
 
@@ -144,7 +144,7 @@ def test_a_rank_that_does_not_answer() -> None:
 
 
 def test_a_function_inside_of_another_is_refused(two_ranks: RankPool) -> None:
-    with pytest.raises(ValueError, match="not at the top of a module"):
+    with pytest.raises(ValueError, match="not defined at the top level of a module"):
         two_ranks(lambda: 1)
 
 
@@ -169,4 +169,4 @@ def test_scripts_start_ranks_below_a_guard(tmp_path: Path, guarded: bool) -> Non
     else:
         last = done.stderr.splitlines()[-3:]
         assert last[0].endswith("RankError: rank 0: the process ended with exit code 1"), done.stderr
-        assert last[2].endswith('must stand below `if __name__ == "__main__":`.')
+        assert last[2].endswith('must be below `if __name__ == "__main__":`.')

@@ -115,7 +115,7 @@ class Counted:
 @pytest.mark.parametrize("words", ["grad", ["grad", "shard"], ("grad", "shard"), jit, 3, [None]])
 def test_one_stack_is_no_list_of_stacks(words: Any) -> None:
     with pytest.raises(
-        TypeError, match=r"which is no stack.*\[\(\"grad\", \"shard\"\), \(\"jit\",\)\]"
+        TypeError, match=r"which is not a stack.*\[\(\"grad\", \"shard\"\), \(\"jit\",\)\]"
     ):
         check_stack(curve, words, X)
 

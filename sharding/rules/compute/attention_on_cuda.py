@@ -32,7 +32,7 @@ _LOGSUMEXP = {"logsumexp", "log_sumexp"}
 
 
 class _Names:
-    """The dims of operands and results, by what the schema calls them."""
+    """The dims of operands and results, by their names in the schema."""
 
     def __init__(
         self, query: Sequence[int], key: Sequence[int], named: tuple[str, str, str]

@@ -56,7 +56,7 @@ register_rule(
 
 
 def _emit_arange(call: Call, local: Local) -> Any:
-    """Integer ranges start at the shard's first index; others are slices of the whole, bitwise equal."""
+    """Integer ranges start at the shard's first index; others are slices of the global range."""
     size, own = call.outs[0][0], local.result_range(0)
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
@@ -89,7 +89,7 @@ def _spaced(call: Call) -> str:
 
 
 def _emit_cut(call: Call, local: Local) -> Any:
-    """Slice the shard out of the whole along the last dim, to be bitwise equal."""
+    """Slice the shard from the global value along the last dim, to be bitwise equal."""
     dim = len(call.outs[0]) - 1
     own, whole = local.result_range(dim), local.call(call.target, *local.args, **local.kwargs)
     return local.call(aten.slice.Tensor, whole, dim, own.start, own.stop)
@@ -134,7 +134,7 @@ def _bits(call: Call) -> str:
 
 
 def _emit_bits(call: Call, local: Local) -> Any:
-    """Bits are a function of the key and the global index, so a rank makes only its shard."""
+    """Bits are a function of key and global index, so a rank draws only its shard, on every mesh."""
     key, size, begin = local.args[0], list(call.arg(1)), list(call.arg(2))
     batch = len(call.ins[0]) - 1
     own = [local.result_range(batch + d) for d in range(len(size))]

@@ -36,7 +36,7 @@ def _linear_sum(call: Call) -> str:
 
 
 def _linear_each(call: Call) -> str:
-    """mul: linear in each operand alone."""
+    """mul: linear in each operand separately."""
     return _body(call) + "".join(f" | linear {i}" for i in range(len(call.operands)))
 
 

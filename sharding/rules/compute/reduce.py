@@ -18,7 +18,7 @@ def reduced_dims(dims: Any, rank: int) -> list[int]:
 
 
 def _reduction(call: Call, dims: Any, keepdim: bool, clause: str, results: int = 1) -> str:
-    """The rule with this clause on each reduced dim, and so many results of the same shape."""
+    """The rule with this clause on each reduced dim, and n results of the same shape."""
     rank = len(call.ins[0])
     names, reduced = letters(rank), set(reduced_dims(dims, rank))
     out = ["1" if i in reduced else n for i, n in enumerate(names) if keepdim or i not in reduced]

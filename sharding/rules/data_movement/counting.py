@@ -1,7 +1,7 @@
 """Indices that count along a dim of the result: lookups and sums that each row does on its own.
 
-``x[arange(n)[:, None], ids]`` reads row i for its row i: the indexed dim and that of the index are
-one, and can be split together. vmap writes lookups with batched tables so, and per-example gradients of
+``x[arange(n)[:, None], ids]`` reads row i for its row i: the indexed dim and the index's dim are the
+same, and can be split together. vmap writes lookups with batched tables so, and per-example gradients of
 tables as their transposes. A rank counts the rows that it has, which need not be adjacent.
 """
 
@@ -75,7 +75,7 @@ def counting_dim(call: Call, local: Local, operand: int, axes: Sequence[str]) ->
 
 
 def local_count(call: Call, local: Local, operand: int, dim: int, stride: int = 1) -> Any:
-    """What an index that counts by ``stride`` along a dim is for a rank's rows alone."""
+    """An index that counts by ``stride`` along a dim, restricted to a rank's rows."""
     val, shape = VAL.of(call.operands[operand]), local.operand_shape(operand)
     stop = shape[dim] * stride
     count = local.call(

@@ -91,7 +91,7 @@ def _split_text(call: Call) -> str:
 
 def _cat_text(call: Call) -> str | None:
     if len({len(shape) for shape in call.ins}) != 1:
-        return None  # torch accepts empty tensors of rank one beside any other rank
+        return None  # torch accepts empty tensors of rank one together with any other rank
     dim, pieces, step = _cat(call)
     full, slices, clause = _dims(len(call.outs[0]), dim, call.outs[0][dim], pieces, step)
     joint = " ".join(str(k) for k in range(len(slices)))

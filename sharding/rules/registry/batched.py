@@ -21,7 +21,7 @@ Cores = Sequence[int]
 def core_text(call: Call, ins: Cores, outs: Cores, clauses: str = "") -> str:
     """The rule for these numbers of core dims.
 
-    A result that was not asked for is an empty tensor [0], without batch dims.
+    A result that was not requested is an empty tensor [0], without batch dims.
     """
     lead = max((len(s) - k for s, k in zip(call.ins, ins, strict=False)), default=0)
     whole: list[str] = []

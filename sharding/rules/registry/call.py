@@ -82,7 +82,7 @@ def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:
 
 
 class Local(Protocol):
-    """What an emitter works with: the local operands of one mesh coordinate, and operations on them."""
+    """The arguments of an emitter: the local operands of one mesh coordinate, and operations on them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

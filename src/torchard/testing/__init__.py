@@ -1,11 +1,11 @@
-"""Property-based numerical testing: laws that functions hold, and where two functions part.
+"""Property-based numerical testing: laws of functions, and where two functions first differ.
 
 - `equal`: values and derivatives agree up to rounding, by bounds that are measured, not chosen.
 - `check_...`: laws of one function; `invariant`, `equivariant`, `homogeneous`: its symmetries.
 - `inverse`, `idempotent`, `batch_independent`, `causal`, `padding_invariant`, `monotone`: its structure.
-- `assert_...`, `max_traces`: what it costs.
-- `localize`: the first operations at which two functions part; `localize_ranks`: two ranks of a job.
-- `prove`: a sharded plan computes what it says over whole arrays, for all values.
+- `assert_...`, `max_traces`: its costs.
+- `localize`: the first operations at which two functions differ; `localize_ranks`: two ranks of a job.
+- `prove`: a sharded plan computes the same as its global program, for all values.
 - `tensors`, `pytrees`, `keys`, `meshes`, `specs_for`, `policies`, `stacks`, `programs`: strategies for
   hypothesis, which is imported when one of them is first used (``pip install 'torchard[hypothesis]'``).
   ``from torchard.testing import *`` leaves them out: ``from torchard.testing import strategies as ts``.

@@ -110,7 +110,7 @@ def law(check: Callable[Params, Result]) -> Callable[Params, Result]:
 
 
 def law_of_chained(check: Callable[Params, Result]) -> Callable[Params, Result]:
-    """A `law` that passes results on to functions: arrays of NumPy stay what they are."""
+    """A `law` that passes results on to functions: arrays of NumPy are not converted."""
     return _law(check, drawing_alike)
 
 
@@ -195,9 +195,9 @@ def saying_that_it_draws(fn: Fn, args: Sequence[Any]) -> Iterator[None]:
     except Differs as error:
         if watched(getattr(fn, "drawing", fn), args)[1]:
             error.heading = (
-                "fn draws from torch's global generator, and which numbers an example gets depends on "
-                "its place and on how many there are: switch dropout off by module.eval(), or pass "
-                f"what is drawn as an argument.\n{error.heading}"
+                "fn draws from torch's global generator, and the numbers that an example gets depend "
+                "on its position and on the number of examples: switch dropout off by module.eval(), "
+                f"or pass the random numbers as an argument.\n{error.heading}"
             )
         raise
 
@@ -240,7 +240,7 @@ def updates_of_buffers(fn: Fn, reference: Fn) -> tuple[Fn, Fn] | None:
 
 
 def left_out(fn: Fn, reference: Fn) -> dict[str, str]:
-    """What of two modules is not compared, each with the reason."""
+    """The values of two modules that are not compared, each with the reason."""
     if not (isinstance(fn, torch.nn.Module) and isinstance(reference, torch.nn.Module)):
         return {}
     kinds = torch.nn.Module.named_parameters, torch.nn.Module.named_buffers

@@ -1,4 +1,4 @@
-"""What a function costs, asserted: its collectives, residuals, kernels and traces."""
+"""Assertions about the costs of a function: its collectives, residuals, kernels and traces."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def assert_collectives(
         fn: a function of `shard`, transformed further or not.
         args: its arguments; tensors on ``meta`` and `ShapeDtype` will do.
         gradients: of the joint program: outputs and gradients of all floating arguments.
-        bytes: that a rank sends in all; None leaves it open.
+        bytes: the total that a rank sends; None accepts any number.
         counts: how many of each kind (``all_reduce=2``). Kinds that are not named must not occur.
 
     Raises:
-        AssertionError: others run; the message is the table of collectives.
+        AssertionError: other collectives run; the message is the table of collectives.
 
     >>> import torch, torchard as ta
     >>> from torchard.testing import assert_collectives
@@ -60,15 +60,15 @@ def assert_collectives(
 
 @checked
 def assert_residual_bytes(fn: Callable[..., Any], *args: Any, most: int) -> None:
-    """Assert how many bytes the gradient of a function keeps of its forward, arguments not counted.
+    """Assert how many bytes of its forward are saved for a function's gradient, without arguments.
 
     Args:
         fn: a function, transformed or not.
         args: its arguments; tensors on ``meta`` and `ShapeDtype` will do.
-        most: the bytes it may keep, on one device.
+        most: the maximum number of bytes, on one device.
 
     Raises:
-        AssertionError: it keeps more; the message is the table of residuals.
+        AssertionError: more are saved; the message is the table of residuals.
 
     >>> import torch, torchard as ta
     >>> from torchard.testing import assert_residual_bytes
@@ -78,7 +78,7 @@ def assert_residual_bytes(fn: Callable[..., Any], *args: Any, most: int) -> None
     residuals = saved_residuals(fn, *args)
     if residuals.bytes > most:
         raise AssertionError(
-            f"{residuals.bytes:,} bytes are kept, more than {most:,}:\n{residuals}"
+            f"{residuals.bytes:,} bytes are saved, more than {most:,}:\n{residuals}"
         )
 
 
@@ -95,7 +95,7 @@ def assert_kernels(
         counts: how many uses of each kernel, by its name. Kernels that are not named must not occur.
 
     Raises:
-        AssertionError: it uses others; the message lists them, and near misses with their reasons.
+        AssertionError: it uses other kernels; the message lists them, and near misses with their reasons.
 
     >>> import torch, torchard as ta
     >>> from torchard.testing import assert_kernels
@@ -111,17 +111,17 @@ def assert_kernels(
 
 @contextlib.contextmanager
 def max_traces(most: int, *fns: Transformed) -> Iterator[None]:
-    """A context in which transformed functions may be traced only so often.
+    """A context that limits how often transformed functions may be traced.
 
     Args:
         most: how often each may be traced inside.
-        fns: functions that transforms returned.
+        fns: transformed functions.
 
     Returns:
         The context manager.
 
     Raises:
-        AssertionError: one was traced more often; names it.
+        AssertionError: a function was traced more often; the message names it.
 
     >>> import torch, torchard as ta
     >>> from torchard.testing import max_traces

@@ -47,7 +47,7 @@ tree.register(
 
 
 def derived(fn: Fn, order: str) -> Fn:
-    """What is compared of a function.
+    """The values of a function that are compared.
 
     Args:
         fn: a function of pytrees.
@@ -63,12 +63,12 @@ def derived(fn: Fn, order: str) -> Fn:
 
 
 def derived_reference(fn: Fn, order: str) -> Fn:
-    """What `derived` of a function is compared with, of its reference."""
+    """The values of the reference with which `derived` of a function is compared."""
     return _CALLS[order][1](fn) if order in _CALLS else _DERIVATIONS[order](fn)
 
 
 def check_orders(orders: Sequence[str]) -> None:
-    """Check what a law is asked to compare.
+    """Check the orders that a law is to compare.
 
     Raises:
         ValueError: nothing, or a word that is no order.
@@ -113,7 +113,7 @@ def _jvp(fn: Fn) -> Fn:
 
 
 def as_primal(x: Any) -> Any:
-    """The tensor, or a copy of what forward mode refuses: entries that share memory, conjugate views."""
+    """The tensor, or a copy if forward mode refuses it: entries that share memory, conjugate views."""
     if x.is_conj() or x.is_neg():
         return x.resolve_conj().resolve_neg()
     expanded = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True))
@@ -378,7 +378,7 @@ def _inner(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def fixed_direction(x: Any) -> Any:
-    """Small integers, the same for every tensor of that shape: what is exact stays exact."""
+    """Small integers, the same for every tensor of that shape: exact values remain exact."""
     place = torch.arange(x.numel(), device=x.device).view(tuple(x.shape))
     parts = [_scattered(place, salt).double() for salt in range(2 if x.is_complex() else 1)]
     return (torch.complex(*parts) if x.is_complex() else parts[0]).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The differences of a function's results from what they should be, by path."""
+"""The differences of a function's results from the expected ones, by path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ABSENT = object()
 
 
 def kind_of(x: Any) -> torch.dtype | type:
-    """The dtype of a tensor, or the type of what is none."""
+    """The dtype of a tensor, or the type of any other value."""
     return x.dtype if isinstance(x, torch.Tensor) else type(x)
 
 
@@ -84,7 +84,7 @@ def _unlike(have: Any, want: Any) -> str:
     if not comparable and type(have) is type(want):
         return (
             f"a {type(have).__name__} cannot be compared: register it with torchard.tree.register, or "
-            "return the parts that are to be compared"
+            "return the tensors that are to be compared"
         )
     exact = ": numbers must be the same; of tensors, roundings count" if type(have) is float else ""
     return "" if same else f"{have!r}, reference {want!r}{exact}"

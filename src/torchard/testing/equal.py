@@ -60,37 +60,37 @@ def equal(
 ) -> Report:
     """Assert that two functions agree on these arguments, in values and derivatives, up to rounding.
 
-    The reference is evaluated in float64, and its rounding errors are measured there: by runs in which
-    each of its operations is perturbed by as much as the dtype it computes in rounds. So a bound follows
-    from the dtypes, the number of roundings and the conditioning of the function; where nothing is
-    rounded (small integers), values must be equal. Where ``fn`` computes in narrower dtypes, and needs
-    it, bounds are those of its own roundings.
+    The reference is evaluated in float64, and its rounding errors are measured by runs in which each of
+    its operations is perturbed by as much as its dtype rounds. So a bound follows from the dtypes, the
+    number of roundings and the conditioning of the function; if nothing is rounded (small integers),
+    values must be equal. If ``fn`` computes in narrower dtypes, bounds also allow for its own roundings.
 
     Args:
-        fn: the function under test: sharded, checkpointed, fused, compiled, in half precision, or another
-            way of computing the same. Modules are left as they are; two modules with the same
-            parameters are compared in these too, as a last argument, and two modules with the same
-            buffers in what a call makes of these.
+        fn: the function under test: sharded, checkpointed, fused, compiled, in half precision, or written
+            in a different way. Modules are not changed. If two modules have the same parameters,
+            gradients in these are compared too, as a last argument; if they have the same buffers, a
+            call's updates of these are compared.
         reference: a plain function that computes the same. It may branch on values, index by masks and
             draw from torch's global generator, whose seed is fixed for each call.
         args: pytrees, the arguments of both; placed values are gathered for the reference.
         orders: what is compared: "value"; "gradient" (reverse mode); "jvp" (forward mode); "second" (the
-            gradient of a product with the gradient). Derivatives are taken outside, with respect to
-            all floating leaves, along fixed directions of small integers. Those that torch does not have
-            are left out and said in the report, if all four are asked for. Further words are ways to
-            call ``fn``, whose results are compared with the reference's values: "backward" (leaves that
-            require gradients, and backward()), "no_grad", "inference_mode", "twice" (the second call),
-            "thread", "compiled" (by torch.compile).
+            gradient of a product with the gradient). Derivatives are taken outside, with respect to all
+            floating leaves, along fixed directions of small integers. Derivatives that torch does not
+            have are skipped and named in the report, if all four are requested. Further entries are ways
+            to call ``fn``, whose results are compared with the reference's values: "backward" (leaves
+            that require gradients, and backward()), "no_grad", "inference_mode", "twice" (the second
+            call), "thread", "compiled" (by torch.compile).
         seed: of the perturbed runs.
-        allow_narrower: whether bounds are those of ``fn`` where it computes in narrower dtypes than the
-            reference. If not, a sum in float16 is wrong where the reference's is in float32.
+        allow_narrower: whether bounds allow for the roundings of ``fn`` if it computes in narrower dtypes
+            than the reference. If not, a sum in float16 is wrong if the reference's is in float32.
 
     Returns:
         A report with a row for each value; print it.
 
     Raises:
-        Differs: an AssertionError: the functions differ; the message is the report, and where they part.
-        ValueError: ``orders`` has a word that is none of these, or is empty.
+        Differs: an AssertionError: the functions differ; the message is the report, and where they first
+            differ.
+        ValueError: ``orders`` has an unknown entry, or is empty.
 
     Source: Higham, Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput.
     41 (2019), for the growth of errors; TTrace, arXiv:2506.09280, for tolerances by perturbation.
@@ -182,8 +182,8 @@ class Reference:
         for path, version in _versions(args).items():
             if version != versions.get(path):
                 raise AssertionError(
-                    f"fn changes {path} in place, so that there is nothing to compare: let it change a "
-                    "clone, and return that"
+                    f"fn changes {path} in place, and equal compares only results: let it change a "
+                    "clone, and return the clone"
                 )
         return tree.map(_kept, _whole(result))
 
@@ -256,7 +256,7 @@ class Reference:
         """In which dtypes fn computes its results, by path; none if its operations are not recorded."""
         try:
             program, _ = self._program(fn)
-        except Exception:  # whatever a recording refuses: then the reference's own dtypes stand
+        except Exception:  # whatever a recording refuses: then the reference's own dtypes are used
             return {}
         of: list[Any] = [OWN] * len(program.results)
         for precision, results in precisions(program).items():
@@ -272,7 +272,7 @@ class Reference:
         order: str,
         precision_of: Mapping[str, Precision],
     ) -> dict[str, Any]:
-        """What a function with this program should return, by path."""
+        """The expected results of a function with this program, by path."""
         results = _by_path(program.out_tree.nodes(program.results), order)
         groups: dict[Precision, list[str]] = {}
         for path, node in results.items():
@@ -310,7 +310,7 @@ def _by_path(result: Any, order: str) -> dict[str, Any]:
 
 
 def _widened(wanted: dict[str, Any], own: dict[str, Any], everywhere: bool) -> dict[str, Any]:
-    """What should be returned, with another function's bounds added."""
+    """The expected results, with a second function's bounds added."""
     both = {
         path: Wanted(want.value.widened(own[path].value, everywhere), want.dtype)
         for path, want in wanted.items()
@@ -366,5 +366,5 @@ def _identical(have: dict[str, Any], other: dict[str, Any]) -> bool:
 
 _RANDOM = (
     "fn is random: two calls with the same arguments, and with torch's generators at the same seed, "
-    "differ. Give it what it draws as an argument"
+    "differ. Pass the random values as an argument"
 )

@@ -32,7 +32,7 @@ _Kind = tuple[bool, bool, torch.Size]  # whether values are floating, complex, a
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a program, where it stands and how far its value is off.
+    """One operation of a program, where it is and how large the error of its value is.
 
     Attributes:
         op: its name: ``aten.mm``.
@@ -71,14 +71,14 @@ class Operation:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two functions part: the first operations whose operands occur in both functions, and results
-    do not.
+    """Where two functions first differ: the first operations whose operands occur in both functions and
+    whose results do not.
 
     Attributes:
         fn: such operations of the function under test, in order.
         reference: such operations of its reference.
         agree: whether all results agree; then there are no such operations.
-        problem: why results cannot be compared: of another number, shape or dtype.
+        problem: why results cannot be compared: their number, shapes or dtypes differ.
 
     >>> import torch
     >>> from torchard.testing import Divergence, localize
@@ -97,7 +97,7 @@ class Divergence:
             return self.problem
         if self.agree:
             return "the functions agree up to rounding"
-        lines = ["the functions part at"]
+        lines = ["the functions first differ at"]
         for who, operations in (("fn", self.fn), ("reference", self.reference)):
             lines += [f"  {who}: {operation}" for operation in operations]
         return "\n".join(lines)
@@ -111,25 +111,26 @@ def localize(
     gradients: bool = False,
     seed: int = 0,
 ) -> Divergence:
-    """Find where two functions that should agree first part.
+    """Find where two functions that should agree first differ.
 
-    Both run once with every value inside kept. A value of one occurs in the other if that has a value of
-    the same shape which differs by no more than rounding explains. From results that differ, the search
-    goes back through values that do not occur in the other function, and stops at those that do: what
-    it stops at are the first operations that went wrong. Nothing needs to be named or hooked, and the
-    functions need not have the same operations. Inside of `shard_map`, where each rank has a value of its
-    own, a value occurs in the reference if the ranks' values joined along a dim do, or their sum, or
-    their common value.
+    Both run once, and every intermediate value is recorded. A value of one function occurs in the other
+    if the other has a value of the same shape that differs by no more than rounding explains. From
+    results that differ, the search goes back through values that do not occur in the other function, to
+    the first operations whose operands do occur: these went wrong. Nothing needs to be named or hooked,
+    and the functions need not have the same operations. Inside of `shard_map` each rank has its own
+    value; it occurs in the reference if the concatenation of the ranks' values along a dim does, or their
+    sum, or their common value.
 
     Args:
-        fn: the function under test: sharded, checkpointed, fused, in half precision, or another program.
+        fn: the function under test: sharded, checkpointed, fused, in half precision, or a different
+            program.
         reference: a function that computes the same, without values of single ranks.
         args: the arguments of both; placed values are gathered for the reference.
         gradients: compare gradients with respect to all floating arguments too.
         seed: of the perturbed runs that measure rounding.
 
     Returns:
-        The operations at which they part, of both functions; print it.
+        The operations of both functions at which they first differ; print it.
 
     >>> import torch
     >>> from torchard.testing import localize
@@ -138,7 +139,7 @@ def localize(
     >>> def mine(x, eps=0.5):
     ...     return x / (x.square().mean().sqrt() + eps)
     >>> print(localize(mine, norm, torch.tensor([1.0, 2.0])))
-    the functions part at
+    the functions first differ at
       fn: ...
     """
     fn, reference, args = with_parameters(fn, reference, args)
@@ -205,7 +206,7 @@ class _Match:
         }
 
     def _wholes(self) -> dict[fx.Node, list[torch.Tensor]]:
-        """The whole values of each of our nodes; of one that varies over ranks, all that may be."""
+        """The global values of each of our nodes; for a node that varies over ranks, all candidates."""
         found = {node: [value] for node, value in self.ours.values.items()}
         shapes = {shape for *_, shape in self.others}
         for node, varying in self.ours.varying.items():
@@ -213,7 +214,7 @@ class _Match:
         return found
 
     def occurs(self, node: fx.Node) -> bool:
-        """Whether a node's value, or that of which it is a view, occurs in the other run."""
+        """Whether a node's value, or the value of which it is a view, occurs in the other run."""
         if node not in self._occurs:
             self._occurs[node] = any(self._agree(a, b) for a, b in self._near(node)) or (
                 self.passes_on(node) and bool(operands(node)) and all(map(self.occurs, operands(node)))
@@ -230,7 +231,7 @@ class _Match:
         return [(mine, node) for mine in self.mine.get(_kind(value), ())]
 
     def _near(self, node: fx.Node) -> Iterator[tuple[torch.Tensor, fx.Node]]:
-        """Those of the pairs that may agree."""
+        """The pairs that may agree."""
         if node in self.wholes:
             for value in self.wholes[node]:
                 nodes, middle = self.others.get(_kind(value), []), _middle(value)
@@ -269,7 +270,7 @@ class _Match:
         return [a for a, _ in wrong], [b for _, b in wrong]
 
     def operation(self, node: fx.Node) -> Operation:
-        """What is said of a node."""
+        """The description of a node."""
         nearest = min(
             ((self.known[b].error(a), b) for a, b in self._pairs(node)),
             key=lambda pair: pair[0],

@@ -93,7 +93,7 @@ def local_run(fn: Fn, args: Sequence[Any], *, gradients: bool = False) -> LocalR
 
 
 def observed(fn: Fn, args: Sequence[Any], *, gradients: bool = False) -> Observed:
-    """Run a function as `local_run` does, and gather what is placed; if it cannot be traced, as it is."""
+    """Run a function as `local_run` does and gather placed values; run it directly if untraceable."""
     try:
         run = local_run(fn, args, gradients=gradients)
     except (PurityError, StaticArgumentError):
@@ -112,7 +112,7 @@ def observed(fn: Fn, args: Sequence[Any], *, gradients: bool = False) -> Observe
 
 
 def recorded(fn: Fn, args: Sequence[Any]) -> Observed:
-    """Run a function as it is written, with every value of the call kept."""
+    """Run a function unchanged, and record every value of the call."""
     program, inputs = program_of(fn, args)
     run = _Kept(torch.nn.Module(), garbage_collect_values=False, graph=program.graph)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def _parts(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _shards(value: torch.Tensor, leaf: Leaf) -> tuple[torch.Tensor, ...]:
-    """The parts of a whole value, placed as a leaf says."""
+    """The parts of a global value, placed as a leaf states."""
     if not isinstance(leaf.tag, MeshPlacement):
         return (value,)
     return _parts(place(value, leaf.tag.mesh, spec_of(leaf.tag.layout(value.shape))))

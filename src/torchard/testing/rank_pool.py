@@ -27,8 +27,8 @@ __all__ = ["RankError", "RankPool"]
 _SECONDS_TO_END = 1.0
 
 _AT_THE_START = (
-    "\nThe ranks did not start. Each imports the script that made the RankPool, so what the script runs "
-    "must stand below `if __name__ == \"__main__\":`."
+    "\nThe ranks did not start. Each imports the script that made the RankPool, so the script's own "
+    "code must be below `if __name__ == \"__main__\":`."
 )
 
 
@@ -45,7 +45,7 @@ class RankPool:
     """Ranks of a gloo process group on this machine, one process each, to run functions on.
 
     The processes start at the first call and stay until the pool is closed, so that a call costs
-    milliseconds. After a failure they are started anew, since ranks may have stopped at different places.
+    milliseconds. After a failure they are restarted, since ranks may have stopped at different places.
 
     Args:
         size: the number of ranks.
@@ -94,7 +94,7 @@ class RankPool:
         return self._answers(deadline)
 
     def close(self) -> None:
-        """End the processes; the next call starts others."""
+        """End the processes; the next call starts new ones."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -137,7 +137,7 @@ class RankPool:
             self._processes.append(process)
 
     def _answers(self, deadline: float, hint: str = "") -> list[Any]:
-        """What each rank returned; a pool of which one failed is closed."""
+        """The results of the ranks; a pool in which one failed is closed."""
         answers = [self._answer(rank, deadline) for rank in range(self.size)]
         failed = [f"rank {rank}: {text}" for rank, (right, text) in enumerate(answers) if not right]
         if failed:
@@ -146,7 +146,7 @@ class RankPool:
         return [value for _, value in answers]
 
     def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
-        """Whether a rank returned in time, and what; else what is to be said."""
+        """Whether a rank returned in time, and its result or else the message."""
         pipe = self._pipes[rank]
         if not pipe.poll(max(0.0, deadline - time.monotonic())):
             return False, f"no answer within {self.timeout:g} s (RankPool(timeout=))"
@@ -167,14 +167,15 @@ def _address(fn: Callable[..., Any]) -> tuple[str, str | None, str]:
         found = getattr(found, part, None)
     if found is not fn:
         raise ValueError(
-            f"fn: {name or fn!r} is not at the top of a module, so other processes cannot load it. "
-            "Define it at the top of the test's file, and pass what it needs as arguments."
+            f"fn: {name or fn!r} is not defined at the top level of a module, so other processes "
+            "cannot load it. Define it at the top level of the test's file, and pass the values that "
+            "it needs as arguments."
         )
     return module, file and os.path.abspath(file), name
 
 
 def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float) -> None:
-    """What each process does: run what arrives until the pipe is closed."""
+    """The loop of each process: run the functions that arrive until the pipe is closed."""
     pipe.send_bytes(pickle.dumps((True, None)))  # it has started
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -30,7 +30,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class RankDivergence:
-    """Where ranks that should have the same values first part.
+    """Where ranks that should have the same values first differ.
 
     Attributes:
         operations: the first operations whose values differ between ranks, in order; their operands, if
@@ -47,13 +47,13 @@ class RankDivergence:
 
     @property
     def agree(self) -> bool:
-        """Whether all values agree that should."""
+        """Whether all values agree that should be the same."""
         return not self.operations
 
     def __str__(self) -> str:
         if self.agree:
             return "the ranks agree"
-        lines = ["the ranks part at"]
+        lines = ["the ranks first differ at"]
         for operation, groups in zip(self.operations, self.ranks, strict=True):
             who = " | ".join(", ".join(map(str, group)) for group in groups)
             lines.append(f"  {operation}; ranks that agree: {who}")
@@ -64,26 +64,27 @@ class RankDivergence:
 def localize_ranks(
     fn: Callable[..., Any], mesh: Mesh, *args: Any, gradients: bool = False
 ) -> RankDivergence:
-    """Find where the ranks of a running job first part, although they should have the same values.
+    """Find where the ranks of a running job first differ, although they should have the same values.
 
-    Every rank calls it, and runs the function once. Of a plain function all values should be the same,
-    as under data parallelism with one batch. Of a sharded one, a value should be the same on ranks
-    that hold the same shard of it. Ranks compare checksums, so values that differ by one bit count.
+    Every rank calls it, and runs the function once. In a plain function all values should be the same, as
+    in data parallelism with one batch. In a sharded function, a value should be the same on ranks that
+    hold the same shard of it. Ranks compare checksums, so a difference of one bit counts.
 
     Args:
         fn: the function, transformed or not; the same on all ranks.
         mesh: of processes.
         args: its arguments.
-        gradients: compare what the backward computes too.
+        gradients: also compare the values that the backward computes.
 
     Returns:
         The first operations that differ, the same on every rank; print it on one. An argument that
         differs counts as the first operation.
 
     Raises:
-        ValueError: the mesh is virtual, or ranks run different programs; names the first operation.
-        ReplicaMismatch: replicated arguments of a sharded function differ; to search on, make it with
-            ``shard(..., check_replicated=False)``.
+        ValueError: the mesh is virtual, or ranks run different programs; the message names the first
+            operation.
+        ReplicaMismatch: replicated arguments of a sharded function differ; to search further, create it
+            with ``shard(..., check_replicated=False)``.
         ExchangeError: a rank did not answer within ``mesh.timeout``.
 
     >>> # torchrun --nproc-per-node 2
@@ -93,7 +94,7 @@ def localize_ranks(
     >>> mesh = ta.Mesh({"dp": 2})
     >>> weight = torch.ones(2) + 0.5 * dist.get_rank()  # initialized differently
     >>> print(localize_ranks(lambda x: (x.exp() * weight).sum(), mesh, torch.zeros(2)))
-    the ranks part at
+    the ranks first differ at
       ...
     """
     if mesh.virtual:
@@ -115,7 +116,7 @@ def localize_ranks(
 
 
 def _row(run: LocalRun, node: fx.Node) -> list[str]:
-    """What a rank tells of a node: what it is, which shard this rank holds, and a checksum."""
+    """A rank's record of a node: its description, the shard that this rank holds, and a checksum."""
     tag = run.tags[node]
     what = f"{op_name(node)} {value_text(VAL.of(node))} at {SOURCE.get(node) or 'an argument'}"
     which = ""
@@ -142,8 +143,9 @@ def _check_programs(rows: Sequence[Sequence[Sequence[str]]], mesh: Mesh) -> None
         mine, other = next((p for p in pairs if p[0] != p[1]), ("an end", "an end"))
         first = _ranks(mesh)[0]
         raise ValueError(
-            f"fn: rank {rank} runs another program than rank {first}, first {other} instead of {mine}. "
-            "Does the function read the rank, or do arguments have other shapes?"
+            f"fn: rank {rank} runs a different program from rank {first}: its first difference is "
+            f"{other} instead of {mine}. Does the function read the rank, or do arguments have "
+            "different shapes?"
         )
 
 

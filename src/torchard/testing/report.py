@@ -1,4 +1,4 @@
-"""What a comparison of two functions found, as a table."""
+"""The result of a comparison of two functions, as a table."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Difference:
 
     Attributes:
         path: where it is: ``out['logits']``, ``gradient of args[0]['w']``.
-        kind: its dtype, or the type of what is no tensor.
+        kind: its dtype, or its type if it is not a tensor.
         error: the largest absolute error against the exact value.
-        bound: the largest error that rounding explains, at the element that exceeds its bound by most.
+        bound: the largest error that rounding explains, at the element that most exceeds its bound.
         excess: the error of that element over its bound; up to 1, rounding explains it.
         at: the index of that element.
-        problem: why the values cannot be compared, if they cannot: that is a difference.
-        skipped: why they are not compared, if torch has no such derivative: that is none.
+        problem: why the values cannot be compared, if they cannot; this counts as a difference.
+        skipped: why they are not compared, if torch has no such derivative; this is not a difference.
 
     >>> import torch
     >>> from torchard.testing import Difference
@@ -110,11 +110,12 @@ def is_assertion(caught: Any) -> bool:
 
 
 class Differs(AssertionError):
-    """Two functions differ. Where is found when the message is read, which shrinking never does.
+    """Two functions differ. Where they differ is computed only when the message is read; shrinking never
+    reads it.
 
     Args:
-        report: what was compared.
-        where: finds where they part, as text.
+        report: the comparisons.
+        where: finds where they first differ, as text.
 
     Attributes:
         report: what was compared.
@@ -136,7 +137,7 @@ class Differs(AssertionError):
         self._where = ""
 
     def inside(self, what: str) -> Differs:
-        """The same error, whose heading begins with what was tried."""
+        """The same error, with a heading that begins with the attempt."""
         self.heading = f"{what}{self.heading}"
         return self
 
@@ -145,18 +146,18 @@ class Differs(AssertionError):
             find, self._find = self._find, None
             try:
                 self._where = find()
-            except Exception as error:  # the report stands without it
-                self._where = f"where they part was not found: {type(error).__name__}"
+            except Exception as error:  # the report is complete without it
+                self._where = f"where they first differ was not found: {type(error).__name__}"
         return "\n".join(filter(None, (self.heading, str(self.report), self._where)))
 
 
 @dataclass(frozen=True)
 class Trials:
-    """What `monotone` or `check_training` tried, and found to be right.
+    """The attempts of `monotone` or `check_training`, all of which passed.
 
     Attributes:
         count: how many steps of the arguments were tried, or how many leaves are trained.
-        what: what these are, in words.
+        what: a description of these.
 
     >>> import torch
     >>> from torchard.testing import Trials, monotone
@@ -176,17 +177,16 @@ class Trials:
 
 @dataclass(frozen=True)
 class OrderReport:
-    """What was compared of one order of derivatives.
+    """The comparisons of one order of derivatives.
 
     Attributes:
         order: of the derivatives.
         forward: whether forward mode was compared, with finite differences.
-        reverse: whether reverse mode was: with forward mode, or else with finite differences.
-        no_forward: why forward mode was not compared although that was asked.
-        kinks: how many elements were found at a kink or a jump: those whose derivative is not the mean of
-            both sides.
-        unknown: how many elements have a derivative that no differences tell.
-        beside: whether the same was compared at arguments moved a little, off the kinks.
+        reverse: whether reverse mode was compared: with forward mode, or else with finite differences.
+        no_forward: why forward mode was not compared although this was requested.
+        kinks: the number of elements at a kink or a jump, whose derivative is not the mean of both sides.
+        unknown: the number of elements whose derivative no finite differences determine.
+        beside: whether the same was also compared at nearby arguments, away from the kinks.
         missing: why this order was not compared: torch has no such derivative of fn.
 
     >>> from torchard.testing import OrderReport
@@ -218,15 +218,15 @@ class OrderReport:
         if self.unknown:
             text += f"; {self.unknown} element{'s' * (self.unknown > 1)} without finite differences"
         if self.beside:
-            text += "; compared beside these arguments too"
+            text += "; also compared near these arguments"
         return text
 
 
 class DerivativeReport(list[OrderReport]):
-    """What `check_derivatives` compared; prints as a line for each order.
+    """The comparisons of `check_derivatives`; it prints as a line for each order.
 
     Args:
-        iterable: what was compared of each order.
+        iterable: the comparisons of each order.
 
     >>> import torch
     >>> from torchard.testing import DerivativeReport, check_derivatives

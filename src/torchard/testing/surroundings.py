@@ -1,4 +1,4 @@
-"""What a function's code refers to besides its arguments, and what of it a call changes."""
+"""The objects to which a function's code refers, and which of them a call changes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Surroundings:
     """Everything that a function's code refers to, as it is now.
 
     Variables that it closes over, globals that its code names, attributes of its object, defaults, and
-    all that these hold; functions of the user's among them are searched too. What a library in C
-    keeps to itself is not seen.
+    all that these hold; functions of the user's among them are searched too. The internal state of C
+    libraries is not seen.
 
     Args:
         fn: the function.
@@ -54,7 +54,7 @@ class Surroundings:
         }
 
     def change(self) -> str | None:
-        """What is another than it was; None if nothing is."""
+        """What has changed; None if nothing has."""
         now = Surroundings(self.fn)
         for path, old in self.tokens.items():
             if (new := now.tokens.get(path, _ABSENT)) != old:
@@ -88,7 +88,7 @@ class Surroundings:
         return tokens
 
     def _token(self, value: Any) -> tuple[Any, ...]:
-        """What is equal for a value as long as it is not another one."""
+        """A key that is equal for a value as long as the value does not change."""
         if isinstance(value, _VALUES):
             return "value", type(value), repr(value)
         self._kept[id(value)] = value
@@ -127,7 +127,7 @@ def modules_behind(*roots: Any) -> list[torch.nn.Module]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object refers to; of classes and functions, those of the user's."""
+    """The objects to which an object refers; for classes and functions, only the user's."""
     if isinstance(value, type):
         if is_users_class(value):
             own = ((name, item) for name, item in vars(value).items() if name not in _OF_CLASSES)
@@ -135,7 +135,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType):
         yield ".__func__", value.__func__
         yield ".__self__", value.__self__
-    # The own dicts of these Python makes when it is asked for them.
+    # Python creates the dicts of these objects when they are requested.
     elif isinstance(value, (staticmethod, classmethod)):
         yield ".__func__", value.__func__
     elif isinstance(value, functools.partial):
@@ -170,7 +170,7 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def _under(path: str, name: str, value: Any) -> str:
-    """The path of what an object refers to: closure variables and globals by their own names."""
+    """The path of a referenced object: closure variables and globals by their own names."""
     if name.startswith(_GLOBAL):
         return name.removeprefix(_GLOBAL)
     if name.startswith(" (its "):

@@ -1,4 +1,4 @@
-"""Values of single ranks, and the whole values that they may be parts of."""
+"""Values of single ranks, and the global values whose shards they may be."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from torchard.sharding.values.placement import MeshPlacement
 
 __all__ = ["Varying", "varies"]
 
-# How the values along an axis make up a whole: all the same, terms of a sum, or (>= 0) pieces of a dim.
+# How values along an axis form a global value: all the same, terms of a sum, or (>= 0) shards of a
+# dim.
 _SAME, _SUM = -2, -1
 
 
 def varies(tag: Any) -> tuple[str, ...]:
-    """The mesh axes along which each coordinate has a value of its own."""
+    """The mesh axes along which each coordinate has a different value."""
     pending = tag.pending if isinstance(tag, MeshPlacement) else ()
     return tuple(axis for axis, op in pending if op == VARYING)
 
@@ -30,7 +31,7 @@ def varies(tag: Any) -> tuple[str, ...]:
 class Varying:
     """The values of one operation on all ranks, inside of `shard_map`.
 
-    Nothing says which whole value they belong to, so each way of putting them together is tried.
+    Their global value is not known, so each way of combining them is tried.
 
     Attributes:
         sizes: of the axes along which the values vary.
@@ -55,7 +56,7 @@ class Varying:
         return Varying(sizes, tuple(values))
 
     def wholes(self, shapes: Iterable[torch.Size]) -> Iterator[torch.Tensor]:
-        """Every whole value of one of these shapes that the values may be parts of."""
+        """Every global value of one of these shapes whose shards the values may be."""
         wanted = set(shapes)
         local = self.values[0].shape
         ways = itertools.product(range(_SAME, len(local)), repeat=len(self.sizes))

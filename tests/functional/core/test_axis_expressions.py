@@ -166,7 +166,7 @@ DIMS = {
     "d, d:half8 -> d": (5, "torch has no dtype 'half8'"),
     "d, d -> d:half": (10, "only inputs have dtypes"),
     "d, d -> ... d": (8, "no input has a '...'"),
-    "d, d -> d | sum d": (12, "unknown clause 'sum'; there is 'whole'"),
+    "d, d -> d | sum d": (12, "unknown clause 'sum'; the only clause is 'whole'"),
     "d, d -> d | whole e": (18, "no dim is called 'e'"),
     "a b c d e f g h, i j k l m -> a": (0, "more than 12 names"),
 }

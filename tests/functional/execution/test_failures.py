@@ -221,5 +221,5 @@ def test_a_rank_that_does_not_come_to_place(told: dict[str, Told]) -> None:
 
 def test_of_a_compiled_program_the_collectives_are_listed(told: dict[str, Told]) -> None:
     said = told["compiled"]["text"]
-    assert "compiled by aot_eager, so which one is not known; it is one of: all_reduce over" in said
+    assert "compiled by aot_eager, so it is not known which one; it is one of: all_reduce over" in said
     assert all(title in said for title, _, _ in told["stopped at 0"]["plan"])

@@ -156,7 +156,7 @@ def test_without_triton_they_are_compiled_and_say_so(name: str, without_triton: 
     kernel = KERNELS[name]
     how = "kernel" if "any" in kernel.implementations else "inductor"
     assert label(kernel) == f"{how} (no triton)"
-    assert how == "kernel" or label(kernel, "eager") == "eager (asked for) (no triton)"
+    assert how == "kernel" or label(kernel, "eager") == "eager (requested) (no triton)"
 
 
 def test_without_triton_values_are_right(without_triton: None) -> None:

@@ -123,4 +123,4 @@ def test_a_search_that_was_given_up_is_reported() -> None:
         patched.setattr("torchard.kernels.patterns.effort._PER_VALUE", 1)
         again = fuse(lambda x: torch.softmax(x + 1, -1) @ x, compiler="eager")
         missed = again.lower(X[:, :4]).kernels.missed
-    assert any("the search was given up after" in one.why for one in missed)
+    assert any("the search was stopped after" in one.why for one in missed)

@@ -134,7 +134,7 @@ def test_every_byte_of_a_value_is_covered(copy: Copy) -> None:
             changed = bytearray(content)
             changed[at + 2] ^= 1
             file.write_bytes(changed)
-            assert "its bytes in __0_0.distcp are not those that were written" in copy.outcome()
+            assert "its bytes in __0_0.distcp differ from those that were written" in copy.outcome()
         file.write_bytes(content)
     assert copy.outcome() == "right"
 

@@ -84,7 +84,7 @@ def test_other_kinds(saved: pathlib.Path) -> None:
 
 
 def test_specs_that_do_not_fit(saved: pathlib.Path) -> None:
-    with pytest.raises(SpecError, match=r"specs and no mesh"):
+    with pytest.raises(SpecError, match=r"specs but no mesh"):
         load(saved, LIKE, specs=P())
     with pytest.raises(SpecError, match=r"like\['w'\] has spec P\('y'\), but Mesh\(x=4, virtual\)"):
         load(saved, LIKE, OTHER, {"w": P("y"), "b": None, "n": None})
@@ -124,7 +124,7 @@ def test_a_save_that_fails_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(boxes.Writes, "resolve_data", full)
         raises(
-            "writing its part of ... failed with OSError: [Errno 28]",
+            "writing its shards of ... failed with OSError: [Errno 28]",
             save,
             tmp_path / "a",
             {"w": X},
@@ -154,7 +154,7 @@ def test_directories_of_other_saves(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "saved"
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(unfinished.reserved(path))
-        raises("no checkpoint at ... saved; ... is of a save that is not complete", load, path, X)
+        raises("no checkpoint at ... saved; ... belongs to an incomplete save", load, path, X)
         killed = tmp_path / f"{running.name[:15]}{'0123456789abcdef'}.unfinished"
         elsewhere = tmp_path / "saved.01234567-0123456789abcdef.unfinished"
         others = [tmp_path / name for name in ("saved.2.unfinished", f"x{killed.name}")]
@@ -196,11 +196,12 @@ def test_a_damaged_checkpoint(saved: pathlib.Path) -> None:
     file = saved / "__0_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    raises("saved: its bytes in __0_0.distcp are not those that were", load, saved, LIKE)
+    raises("saved: its bytes in __0_0.distcp differ from those that were", load, saved, LIKE)
     file.unlink()
     raises(
-        "saved lacks the file __0_0.distcp, in which its index has ... at offsets [0...]: the file was "
-        "deleted, or not copied with the others. Copy it there again, or use another checkpoint",
+        "saved lacks the file __0_0.distcp, in which ... at offsets [0...] is according to its "
+        "index: the file was deleted, or not copied with the others. Copy it again, or use another "
+        "checkpoint",
         *(load, saved, LIKE),
     )
 

@@ -185,7 +185,7 @@ def test_shards_that_do_not_fit(ranks: Results) -> None:
         long, other, dtype, dims, given = said
         assert "has shape [3, 2], but spec P('tp') of a value of shape" in long
         assert f"rank {last} has shape [3, 3], but" in other and "gives it [3, 2]" in other
-        assert f"rank {last} is float64 with 2 dims, that of rank 0 is float32 with 2" in dtype
+        assert f"rank {last} is float64 with 2 dims, the shard of rank 0 is float32 with 2" in dtype
         assert f"rank {last} is float32 with 3 dims" in dims
         want = "PlacementError: the shard of rank 1 has shape [4, 2], but"
         assert given.startswith(want if rank == 1 else "no error"), given
@@ -325,7 +325,7 @@ def test_everything_is_stored_once_and_ranks_share_the_work(ranks: Results) -> N
 def test_a_rank_that_cannot_store_its_part(ranks: Results) -> None:
     for said, left in every(ranks, "storage_one_rank_fails"):
         assert said == (
-            "StorageError: rank 1: writing its part of PATH failed with OSError: [Errno 28] No space "
+            "StorageError: rank 1: writing its shards of PATH failed with OSError: [Errno 28] No space "
             "left on device"
         )
         assert left == []
@@ -339,7 +339,7 @@ def test_a_rank_that_dies_while_it_stores(ranks: Results) -> None:
     assert found.pop(1)[0].startswith("KeyboardInterrupt")
     for said, left in found:
         assert said.startswith("StorageError: rank 1 did not report that it is done with writing")
-        assert "within 4 s. Either it died" in said and "timeout" in said
+        assert "within 4 s. It died" in said and "timeout" in said
         assert left == []
 
 
@@ -349,15 +349,15 @@ def test_a_rank_that_does_not_store(ranks: Results) -> None:
     assert found.pop(1)[0] == "no error"
     for said, left in found:
         assert said.startswith("StorageError: rank 1 did not report that it is done with planning to")
-        assert "within 4 s. Either it died, does not make this call" in said
+        assert "within 4 s. It died, does not make this call" in said
         assert left == []
 
 
 def test_ranks_that_store_different_trees(ranks: Results) -> None:
     for scalars, tensors, keys, meshes, left in every(ranks, "storage_trees_that_differ"):
-        assert "rank 0 alone has tree['step']: 0, rank 1 alone has tree['step']: 1" in scalars
+        assert "only rank 0 has tree['step']: 0, only rank 1 has tree['step']: 1" in scalars
         assert tensors.startswith("ReplicaMismatch: tree['x'] of save is replicated")
-        assert "rank 1 alone has tree['x1']: float32 [4] split P(tp) over Mesh(tp=" in keys
+        assert "only rank 1 has tree['x1']: float32 [4] split P(tp) over Mesh(tp=" in keys
         assert meshes.startswith("StorageError: the tree has values on Mesh(tp=")
         assert "which have different processes; save and load them separately." in meshes
         assert left == "[]"

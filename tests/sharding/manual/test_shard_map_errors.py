@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a sum too many": (
         on_two(lambda w, x: psum(w, "x")),
         MeshError,
-        r"psum: the value is invariant over 'x': every rank holds the same .* pvary",
+        r"psum: the value is invariant over 'x': every rank already holds the same .* pvary",
     ),
     "a mean of a sum": (
         on_two(lambda w, x: pmean(psum(x, "x"), "x")),
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "uneven": (
         lambda w, x: mapped(w, x[:3]),
         SpecError,
-        r"args\[1\] the spec P\('x'\), which splits dim 0 of shape \[3, 6\] over 'x' into 2 parts.* "
+        r"args\[1\] the spec P\('x'\), which splits dim 0 of shape \[3, 6\] over 'x' into 2 shards.* "
         r"Pad it to 4, or use shard",
     ),
     "a spec too long": (
@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "uneven along the one manual axis": (
         lambda w, x: by_x(local_loss)(w, x[:3]),
         SpecError,
-        r"args\[1\] the spec P\('x'\), which splits dim 0 of shape \[3, 6\] over 'x' into 2 parts",
+        r"args\[1\] the spec P\('x'\), which splits dim 0 of shape \[3, 6\] over 'x' into 2 shards",
     ),
     "shard_map of what is left inside": (
         by_x(lambda w, x: shard_map(local_loss, XY, (P(), P()), P(), axis_names={"y"})(w, x)),
@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "parts that do not divide": (
         on_two(lambda w, x: psum_scatter(x[:, :3], "x", dim=1, tiled=True), P("x")),
         MeshError,
-        r"psum_scatter: dim 1 of shape \[2, 3\] does not divide into 2 equal parts",
+        r"psum_scatter: dim 1 of shape \[2, 3\] cannot be divided into 2 equal shards",
     ),
     "more parts than ranks": (
         on_two(lambda w, x: psum_scatter(x, "x", dim=1), P("x")),
@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "writing into an invariant value": (
         on_two(into),
         MeshError,
-        r"writes a value that varies over more axes than what it is written into",
+        r"writes a value into a tensor that varies over fewer axes",
     ),
     "an unseen mixture": (
         grad(on_two(lambda w, x: psum(product(w, x[0]).sum(), "x"))),
@@ -294,7 +294,7 @@ def test_a_gradient_that_is_summed_already(gradient: str) -> None:
     for collective, also in ((psum, ""), (pmean, "gradient / axis_size('x')")):
         with pytest.raises(MeshError) as error:
             on_two(lambda w, x, c=collective: c(GRADIENTS[gradient](w, x), "x"))(*data())
-        for part in (collective.__name__, "is a gradient", "summed over them already", "'x'", also):
+        for part in (collective.__name__, "is a gradient", "already summed over them", "'x'", also):
             assert part in str(error.value)
     w, x = data()
     want = [grad(varies)(w, part) for part in x.chunk(2)]
@@ -303,5 +303,5 @@ def test_a_gradient_that_is_summed_already(gradient: str) -> None:
 
 
 def test_a_value_that_is_no_gradient_is_told_as_before() -> None:
-    with pytest.raises(MeshError, match="every rank holds the same already"):
+    with pytest.raises(MeshError, match="every rank already holds the same value"):
         on_two(lambda w, x: psum(w * 2, "x"))(*data())

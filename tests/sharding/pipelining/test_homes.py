@@ -57,7 +57,7 @@ def test_specs() -> None:
     assert place(torch.arange(12), MESH, named).spec == named.__class__.factors(
         "(d0_0 d0_1)", d0_0=3, d0_1=(4, "tp")
     ).at(pp=1)
-    with pytest.raises(SpecError, match="splits a dim over 'tp', along which the value is at one"):
+    with pytest.raises(SpecError, match="both splits a dim over 'tp' and pins the value to one"):
         P("tp").at(tp=1)
     with pytest.raises(SpecError, match=r"axis 'pp' of .* has coordinates 0 to 2 only"):
         place(torch.ones(3), MESH, P().at(pp=3))

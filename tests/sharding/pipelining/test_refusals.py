@@ -41,7 +41,7 @@ SERIAL = PipelineSchedule((tuple(Task(0, m, "F") for m in range(3)),))
         (crossed, {"stages": "layer/*"}, PipelineError, r"'layer/\*' matches no scope; its scopes"),
         (crossed, {"stages": ("a", "c")}, PipelineError, "'c' matches no scope"),
         (crossed, {"stages": ("a", "?")}, PipelineError, "both match the scope 'a'"),
-        (crossed, {"stages": "b"}, PipelineError, "as many scopes that match 'b', of which there is 1"),
+        (crossed, {"stages": "b"}, PipelineError, "scopes that match 'b', but there is 1"),
         (crossed, {"schedule": "2f2b"}, PipelineError, "no such schedule; the given ones are 'gpipe'"),
         (crossed, {"schedule": SERIAL}, PipelineError, "it is for 1 ranks and 3 microbatches; axis 'pp'"),
         (crossed, {"microbatches": 3, "batch": (None, 0)}, AccumulateError, r"^pipeline\(microbatches=3"),

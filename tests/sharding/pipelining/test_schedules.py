@@ -79,9 +79,9 @@ def lists(*ranks: str) -> PipelineSchedule:
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (lists("F0.0 F0.0 B0.0", "F1.0 B1.0"), "F0 of chunk 0 is there twice"),
+        (lists("F0.0 F0.0 B0.0", "F1.0 B1.0"), "F0 of chunk 0 occurs twice"),
         (lists("F0.0", "F1.0 B1.0"), "B0 of chunk 0 is missing on rank 0"),
-        (lists("F0.0 X0.0", "F1.0"), "X0 of chunk 0 is none of F"),
+        (lists("F0.0 X0.0", "F1.0"), "X0 of chunk 0 is not one of F"),
         (lists("F0.0 F1.0 B0.0", "F1.1 B1.0"), "chunk 1 is on ranks 0 and 1"),
         (lists("F0.0 B0.0", "F2.0 B2.0"), "no rank computes chunk 1"),
         (

@@ -131,7 +131,7 @@ def test_a_carry_that_the_next_iteration_takes_in_another_layout_is_not_proved()
     handed = next(node for node in program.graph.nodes if node.target is again)
     entered: Any = handed.args[1]
     LAYOUT.set(entered, Layout.replicated(tuple(VAL.of(entered).shape)))
-    with pytest.raises(Unproved, match="the next iteration takes it as another layout"):
+    with pytest.raises(Unproved, match="the next iteration takes it in a different layout"):
         prove(program)
 
 

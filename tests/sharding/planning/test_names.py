@@ -234,7 +234,7 @@ def test_styles_take_names() -> None:
         ({"mlp": "x"}, ["rules['mlp'] is 'x', but", "has no axis 'x'; its axes are dp, tp."]),
         ({"mlp": 1}, ["rules['mlp'] is 1; a name maps to an axis, a tuple of axes, or None."]),
         ({"mlp": ("tp", "tp")}, ["names an axis twice"]),
-        ({"tp": "dp"}, ["'tp' is an axis of Mesh", "give the dim another name"]),
+        ({"tp": "dp"}, ["'tp' is an axis of Mesh", "give the dim a different name"]),
         ([("mlp", "tp")], ["rules is a list; use a mapping"]),
         ({"mlp": "x", "embed": "y"}, ["rules['mlp']", "rules['embed']"]),
         ({"other": None}, ["specs['up']", "specs['down']"]),

@@ -158,7 +158,7 @@ def test_features_that_nothing_divides_are_not_split() -> None:
 
     params = {"up": {"weight": torch.ones(12, WIDTH, dtype=torch.float64)}}
     program = trace(f)(params, X)
-    with pytest.raises(SpecError, match=r"plan\['up'\]: the 12 features of 'up' stay together"):
+    with pytest.raises(SpecError, match=r"plan\['up'\]: the 12 features of 'up' are needed together"):
         parallelize(params, TP, {"up": Colwise()}, program=program)
     parallelize(params, TP, {"up": Colwise(unit=1, heads=3)}, program=program)
 
@@ -167,7 +167,7 @@ def test_a_lone_head_is_not_split() -> None:
     """Queries share the one k and v: those are left to every rank, or the plan is refused."""
     fn, params = functionalize(Attention(3, 1, q=12, k=4, v=4).double())
     program = trace(fn)(params, X)
-    with pytest.raises(SpecError, match=r"plan\['k'\]: the 4 features of 'k' stay together"):
+    with pytest.raises(SpecError, match=r"plan\['k'\]: the 4 features of 'k' are needed together"):
         parallelize(fn, TP, {"k": Colwise()}, program=program)
     specs, _ = parallelize(fn, TP, {"q": Colwise(), "out": Rowwise()}, program=program)
     run = shard(fn, TP, out_specs=P())

@@ -278,7 +278,7 @@ def test_a_norm_is_not_split() -> None:
 
 def test_tied_weights_have_one_spec() -> None:
     with pytest.raises(
-        SpecError, match=r"emb\.weight would get .* only one spec, even for a tied parameter"
+        SpecError, match=r"emb\.weight would get .* one spec, even if it is tied"
     ):
         parallelize(Embedded(), TP, {"emb": Rowwise(), "out": Rowwise()})
 

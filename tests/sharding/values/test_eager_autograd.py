@@ -83,7 +83,7 @@ def test_plain_results_beside_placed_ones_and_chosen_inputs() -> None:
         assert c.grad is None
         torch.testing.assert_close(whole(a.grad), x)
         for computed in (a, [a * 2]):  # torch takes the first for a list of rows
-            with pytest.raises(PlacementError, match=r"pass a list of these, inputs=\[x\]"):
+            with pytest.raises(PlacementError, match=r"pass a list of leaves, inputs=\[x\]"):
                 torch.autograd.backward(result, start, inputs=computed)
 
 

@@ -75,7 +75,7 @@ OTHER_TREES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", OTHER_TREES)
 def test_other_trees_look_into_no_placed_value(name: str) -> None:
-    with pytest.raises(PlacementError, match=r"was taken apart: .* Use torchard\.tree"):
+    with pytest.raises(PlacementError, match=r"was flattened: .* Use torchard\.tree"):
         OTHER_TREES[name]({"w": PLACED["w"]})
     if name == "torch":  # in a trace it is one tensor
         have = shard(OTHER_TREES[name], MESH)({"w": PLACED["w"]})

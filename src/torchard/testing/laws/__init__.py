@@ -1,1 +1,1 @@
-"""Laws of one function: what should be equal to what, compared by `equal`."""
+"""Laws of one function. Each states two functions that should be equal, which are compared by `equal`."""

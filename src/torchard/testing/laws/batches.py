@@ -33,11 +33,13 @@ def batch_independent(
     out_dim: int | Sequence[Any] = 0,
     orders: Sequence[str] = ALL_ORDERS,
 ) -> Report:
-    """Assert that an example's result depends on no other example, nor on its place or their number.
+    """Assert that an example's result does not depend on other examples, on its position or on their
+    number.
 
-    For each two examples, results of the one are compared while the other is changed: halves of the batch
-    are changed at a time, so that 64 examples take 12 calls. Up to four examples are computed alone, too,
-    and a larger batch without its first. So statistics over the batch are found, in derivatives too.
+    For each pair of examples, results of one are compared while the other is changed: halves of the batch
+    are changed at a time, so that 64 examples take 12 calls. Up to four examples are also computed
+    singly, and a larger batch without its first example. So statistics over the batch are found, in
+    derivatives too.
 
     Args:
         fn: a function of pytrees, over a batch of two examples at least.
@@ -52,7 +54,8 @@ def batch_independent(
         A report with a row for each value; ``out[i]`` are results by the halves that change.
 
     Raises:
-        AssertionError: an example depends on others, or fn takes none alone; the message is the report.
+        AssertionError: an example depends on others, or fn fails on a single one; the message is the
+            report.
         ValueError: arguments and results have no common number of examples.
 
     >>> import torch
@@ -63,7 +66,7 @@ def batch_independent(
     >>> batch_independent(lambda x: x - x.mean(0), x)
     Traceback (most recent call last):
         ...
-    torchard.Differs: examples of a batch depend on what the others are, fn differs when they change:
+    torchard.Differs: examples of a batch depend on other examples, fn differs when these change:
     ...
     """
     dims = of_each("batch_independent", "in_dims", in_dims, args)
@@ -83,7 +86,7 @@ def batch_independent(
     bits = range((count - 1).bit_length())  # of two places one differs
     ones = [torch.arange(count) >> bit & 1 == 1 for bit in bits]
     halves = [(rows, ~rows) for rows in ones]
-    law = "examples of a batch depend on what the others are, fn differs when they change"
+    law = "examples of a batch depend on other examples, fn differs when these change"
     with saying_that_it_draws(fn, args):
         report = agree(
             law,
@@ -118,11 +121,12 @@ def _of_smaller_batches(
         smaller(*args)
     except Exception as error:  # whatever fn raises, of a batch it takes
         raise AssertionError(
-            f"examples of a batch depend on their number: fn takes {count} examples, and of fewer it "
+            f"examples of a batch depend on their number: fn takes {count} examples, and with fewer it "
             f"raises {type(error).__name__}: {error}. Statistics over a batch, such as those of "
-            "BatchNorm in training, need others: test module.eval(), or squeeze no dim of examples."
+            "BatchNorm in training, need other examples: test module.eval(), or squeeze no dim of "
+            "examples."
         ) from error
-    law = "examples of a batch depend on their place or number, fn differs for smaller batches"
+    law = "examples of a batch depend on their position or number, fn differs for smaller batches"
     return agree(law, smaller, whole, args, orders)
 
 
@@ -139,11 +143,11 @@ def permutation_equivariant(
     out_dims: int | Sequence[int] = 0,
     orders: Sequence[str] = ALL_ORDERS,
 ) -> Report:
-    """Assert that permuted elements of a set, or nodes of a graph, give results permuted alike.
+    """Assert that permuting the elements of a set, or the nodes of a graph, permutes the results.
 
-    Two permutations are tried, which generate all others: the first two elements change places, and all
-    move on by one. Where arguments have equal elements, a sort or a maximum chooses one of them, and its
-    derivatives may differ: derivatives that do are compared again at arguments that are all different.
+    Two permutations are tried, which generate all others: the first two elements are swapped, and all are
+    shifted by one. If arguments have equal elements, a sort or a maximum chooses one of them, and its
+    derivatives may differ: such derivatives are compared again at arguments that are all different.
 
     Args:
         fn: a function of pytrees.
@@ -176,7 +180,7 @@ def permutation_invariant(
     in_dims: int | Sequence[Any] = 0,
     orders: Sequence[str] = ALL_ORDERS,
 ) -> Report:
-    """Assert that permuted elements of a set, or nodes of a graph, give the same results.
+    """Assert that permuting the elements of a set, or the nodes of a graph, does not change the results.
 
     Derivatives at ties, such as those of a sort, are compared as `permutation_equivariant` does.
 
@@ -227,5 +231,5 @@ def _permuted(
 
 def _generators(count: int) -> dict[str, list[int]]:
     swap, cycle = [1, 0, *range(2, count)], [*range(1, count), 0]
-    moves = {"the first two change places": swap}
-    return moves if swap == cycle else {**moves, "all move on by one": cycle}
+    moves = {"the first two are swapped": swap}
+    return moves if swap == cycle else {**moves, "all are shifted by one": cycle}

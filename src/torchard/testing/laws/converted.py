@@ -1,4 +1,4 @@
-"""A user's function in another dtype than that of its arguments."""
+"""A user's function in a different dtype from its arguments."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def check_converted(
         what = _noted(fn, converted) or error
         notes = "; ".join([_first_line(what), *getattr(what, "__notes__", ())])
         raise TypeError(
-            f"{who} calls fn with {_first_converted(given, converted)} in {_name(dtype)}, and fn fails: "
-            f"{notes}. A value that fn makes or closes over keeps its own dtype: make it in that of an "
-            "argument, as in x.new_zeros(3) or torch.zeros(3, dtype=x.dtype), or pass it as an argument."
+            f"{who} calls fn with {_first_converted(given, converted)} in {_name(dtype)}, and fn "
+            f"fails: {notes}. A value that fn makes or closes over does not change its dtype: create "
+            "it in the dtype of an argument, as in x.new_zeros(3) or torch.zeros(3, dtype=x.dtype), or "
+            "pass it as an argument."
         ) from error
 
 
@@ -78,7 +79,7 @@ def check_double(who: str, fn: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 class _Noting(TorchFunctionMode):
-    """Notes which call of torch raised an error, and on what."""
+    """Notes which call of torch raised an error, and its operands."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = internals.unpatched(func)

@@ -1,4 +1,4 @@
-"""One order of derivatives: what is compared with what, and what is said where they differ."""
+"""One order of derivatives: which derivatives are compared, and the messages if they differ."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FIRST_STEP, _SECOND_STEP = 2.0**-17, 2.0**-8
 # How much larger the difference of two products may be than their rounding errors as measured.
 _OVER_NOISE = 10.0
 _FEW = 3  # arguments, of which all choices require gradients in turn
-_RUNS = 8  # perturbed runs of what is measured at one point alone
+_RUNS = 8  # perturbed runs of values that are measured at a single point
 # How far from the mean of runs with nudged values a derivative at a kink may be, in radii of these runs.
 _AROUND = 4.0
 # Nudges by a thousand times as much move a smooth function's values by as many times more.
@@ -198,7 +198,7 @@ class Level:
         )
 
     def _close(self, line: Line, tangent: torch.Tensor) -> torch.Tensor:
-        """Where simple differences agree to so many digits that no careful ones are needed."""
+        """Where simple differences agree to enough digits that no careful ones are needed."""
         near = _CLOSE * tangent.abs()
         value, outer = line.central(_FIRST_STEP)
         close = (value - tangent).abs() <= near
@@ -253,8 +253,8 @@ class Level:
             what = f"a kink: its derivatives on both sides are {' and '.join(map(_number, sides))}"
         here = self.model(*self.user.at)
         raise self._failure(
-            f"at {self._place(i, here)} is {what}, so that there is no derivative of order {self.order} "
-            "to compare. Give arguments beside it, or allow kinks with kinks=True"
+            f"at {self._place(i, here)} is {what}, so that there is no derivative of order "
+            f"{self.order} to compare. Use arguments near it, or allow kinks with kinks=True"
         )
 
     # -- reverse mode beside forward mode, or beside finite differences ---------------------------
@@ -288,9 +288,9 @@ class Level:
         if away <= bound or self._products_of_kinks(both, at, pushed_, pulled):
             return
         raise self._failure(
-            f"reverse mode of order {self.order} is wrong or forward mode is: <c, J v> is "
-            f"{float(pushed_):.10g}, <J' c, v> is {float(pulled):.10g}, for random v and c"
-            f"{_off(away, bound)}"
+            f"either reverse mode or forward mode of order {self.order} is wrong: <c, J v> is "
+            f"{float(pushed_):.10g}, <J' c, v> is {float(pulled):.10g}, for random v and "
+            f"c{_off(away, bound)}"
         )
 
     def _check_some(
@@ -314,9 +314,9 @@ class Level:
             self._check_comparable()
             names = " and ".join(self.user.paths[j] for j in places)
             raise self._failure(
-                f"reverse mode of order 1 is wrong where only {names} requires gradients: that of "
-                f"{self.user.paths[i]} is off by {float(apart.max()):.2e} from the one where all do. "
-                "Look at what the backward does by ctx.needs_input_grad"
+                f"reverse mode of order 1 is wrong if only {names} requires gradients: the gradient of "
+                f"{self.user.paths[i]} is off by {float(apart.max()):.2e} from the gradient if all "
+                "arguments do. Check how the backward uses ctx.needs_input_grad"
             )
 
     def _products_of_kinks(self, both: Fn, at: Vector, *products: torch.Tensor) -> bool:
@@ -349,7 +349,7 @@ class Level:
     def _check_sum(
         self, line: Line, here: Vector, cotangents: Vector, pulled: torch.Tensor
     ) -> None:
-        """Reverse mode alone: its product with a direction against differences of <c, f>."""
+        """Only reverse mode: its product with a direction against differences of <c, f>."""
         finite, weights = joined(here).isfinite(), joined(cotangents)
         given = pulled.detach().reshape(1).cpu()
         if self.kinks:
@@ -411,20 +411,20 @@ class Level:
         scale = first.abs().nan_to_num(nan=0.0, posinf=0.0)
         if bool((apart > _CLOSE_SUM * scale.amax()).any()):
             raise AssertionError(
-                "fn is random: two calls with the same arguments differ, so that it has no derivatives. "
-                "Draw from torch's global generator, which each call finds in the same state, or pass "
-                "what is drawn as an argument"
+                "fn is random: two calls with the same arguments differ, so that it has no "
+                "derivatives. Draw from torch's global generator, which each call finds in the same "
+                "state, or pass the random values as an argument"
             )
         check_double("check_derivatives", self.user.original, self.user.args)
 
     def _failure(self, what: str) -> AssertionError:
-        """The error to raise for all that is wrong: where a line of the user's code may be added."""
+        """The error to raise for everything wrong; a line of the user's code may be added."""
         return AssertionError(what)
 
     def _unknown(self, count: int) -> str:
         what = "<c, f>" if self.modes == ("reverse",) else self._name(0)
         return (
-            f"order {self.order} cannot be checked: beside the given arguments {what} is infinite or "
+            f"order {self.order} cannot be checked: near the given arguments {what} is infinite or "
             f"NaN, so that none of its {count} finite elements has a finite difference; give arguments "
             "from inside of the function's domain"
         )

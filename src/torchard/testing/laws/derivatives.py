@@ -36,27 +36,27 @@ def check_derivatives(
     """Assert that a function's derivatives are right, in float64 along random directions.
 
     Forward mode is compared with finite differences, reverse mode with forward mode by inner products:
-    <c, J v> = <J' c, v>. Each further order does the same to the gradient. What agrees to seven digits
-    is accepted. Else each element's difference is taken with the step that is best for it, and how far
-    it may be off follows from the rounding errors of the function and its derivatives, which are
-    measured: by runs in which each of their operations is perturbed by as much as it rounds.
+    <c, J v> = <J' c, v>. Each further order does the same to the gradient. Derivatives that agree to
+    seven digits are accepted. For the others, each element's finite difference is taken with the step
+    that is best for it. Its bound follows from the rounding errors of the function and its derivatives,
+    which are measured by runs in which each operation is perturbed by as much as it rounds.
 
-    A function without forward mode is compared in reverse mode alone, which the report says. One that
-    draws from torch's global generator is called with the same draws each time. A further order that
-    torch has no derivative for is left out, which the report says.
+    A function without forward mode is compared only in reverse mode, as the report states. A function
+    that draws from torch's global generator is called with the same draws each time. Higher orders for
+    which torch has no derivative are skipped, as the report states.
 
     Args:
         fn: a function of pytrees, or a module, whose parameters count as arguments.
         args: its arguments. Floating tensors are converted to float64.
         order: up to which order derivatives are checked.
-        modes: "forward", "reverse" or both; reverse mode alone is compared with finite differences.
+        modes: "forward", "reverse" or both; "reverse" by itself is compared with finite differences.
         directions: how many directions are drawn.
         kinks: whether fn may have kinks and jumps at these arguments. At a kink, where the differences
             from the left and from the right do not meet, the derivative must lie between them; at a jump
-            none is compared. Where kinks meet inside of fn, it must be near those that fn has if the
-            values on the way to it are nudged. What is at a kink is compared at arguments beside these
-            too, and counted in the report. With False, each is a failure.
-        straight_through: the function whose derivatives fn's are by design, where they are not its own:
+            none is compared. If kinks meet inside of fn, it must be near the derivatives that fn has if
+            its intermediate values are nudged. Derivatives at a kink are also compared at nearby
+            arguments, and counted in the report. With False, each is a failure.
+        straight_through: the function whose derivatives fn is designed to have, if they are not its own:
             the identity for a rounding with a straight-through estimator. It takes fn's arguments and
             returns results of the same shapes; finite differences are taken of it.
         seed: of the directions, and of what fn draws.
@@ -65,8 +65,8 @@ def check_derivatives(
         What was compared, a line for each order; print it.
 
     Raises:
-        AssertionError: a derivative is wrong; says of which order and mode, where, and what it should be.
-            Or fn is random: two calls with the same arguments differ.
+        AssertionError: a derivative is wrong; the message has its order and mode, its place and correct
+            value. Or fn is random: two calls with the same arguments differ.
         TypeError: the function takes its arguments, but not in float64, or it computes in less than that.
         ValueError: no argument or no result is a floating tensor.
         NotImplementedError: fn has no forward mode, and only that is to be compared.
@@ -114,7 +114,7 @@ def check_derivatives(
 def _checked(
     level: Level, order: int, directions: int, generator: torch.Generator
 ) -> tuple[DerivativeReport, bool]:
-    """What was compared up to an order, and whether kinks had a part in it."""
+    """The comparisons up to an order, and whether kinks affected them."""
     report, rough = DerivativeReport([level.check(directions, generator)]), level.rough
     for _ in range(order - 1):
         try:
@@ -131,9 +131,9 @@ def _checked(
 
 
 def _moved(user: OfVectors, generator: torch.Generator) -> OfVectors | None:
-    """The function at arguments beside its own, at which there are no kinks; None if it has none there.
+    """The function at nearby arguments without kinks; None if there are none.
 
-    A kink hides what is wrong in the same element, and values that are whole numbers meet many.
+    A kink hides an error in the same element, and integer values meet many kinks.
     """
     steps = direction_at(user.at, generator)
     moved = tuple(x + _BESIDE * v for x, v in zip(user.at, steps, strict=True))

@@ -17,16 +17,16 @@ from torchard.testing.rounding.noise import Noise
 
 __all__ = ["Estimate", "Line", "joined"]
 
-# Steps, each a quarter of the one before: the smallest resolve what happens within 1e-12.
+# Steps, each a quarter of the one before: the smallest resolve features of size 1e-12.
 _STEPS = tuple(2.0**-n for n in range(2, 46, 2))
-# Those at which rounding is measured; between two of them it counts as the larger of both.
+# Indices of the steps at which rounding is measured; between two of them, the larger value is used.
 _MEASURED = (0, 1, 3, 8, len(_STEPS) - 1)
-# How much larger an error may be than it is estimated: their product is the bound.
+# The bound of an error is its estimate times this factor.
 _OVER_ESTIMATE = 40.0
 _EPS = torch.finfo(torch.float64).eps
-# Noise that is seen in values is at most this part of the largest value.
+# Noise that is detected in values is at most this fraction of the largest value.
 _SEEN = 1e-10
-# A jump is what is left between the values on both sides at this many of the smallest steps.
+# A jump is the difference that remains between both sides at this many of the smallest steps.
 _SMALLEST = 5
 
 
@@ -70,7 +70,7 @@ class Estimate:
 
     @property
     def known(self) -> torch.Tensor:
-        """Where there is an estimate: not beside an infinity or NaN."""
+        """Where there is an estimate: not next to an infinity or NaN."""
         return self.error.isfinite() & self.value.isfinite()
 
     @property

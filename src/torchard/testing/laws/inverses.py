@@ -31,9 +31,9 @@ def inverse(
 
     Args:
         fn: a function of pytrees: an encoder, a Fourier transform, a flow.
-        inverse_fn: takes what ``fn`` returns, a tuple as several arguments (but see ``log_det``), and
+        inverse_fn: takes the result of ``fn``, a tuple as several arguments (but see ``log_det``), and
             returns the arguments.
-        args: of ``fn``; with ``log_det`` a tensor, and what both functions take after it (a condition).
+        args: of ``fn``; with ``log_det`` a tensor, and further arguments of both functions (a condition).
         log_det: whether both return a pair: the value, and the logarithm of the absolute determinant of
             its Jacobian for each example. Those of ``fn`` must be those of autograd's Jacobian, and those
             of ``inverse_fn`` their negatives.
@@ -44,9 +44,9 @@ def inverse(
         A report with a row for each value.
 
     Raises:
-        AssertionError: it is no inverse, or a log-determinant is wrong; the message is the report.
-        TypeError: ``inverse_fn`` does not take what ``fn`` returns.
-        ValueError: log-determinants have not the shape of the batch, or the Jacobian is not square.
+        AssertionError: it is not an inverse, or a log-determinant is wrong; the message is the report.
+        TypeError: ``inverse_fn`` does not take the result of ``fn``.
+        ValueError: log-determinants do not have the shape of the batch, or the Jacobian is not square.
 
     Source: Papamakarios et al., "Normalizing flows for probabilistic modeling and inference", JMLR 22
     (2021), for log-determinants of a transformation and its inverse.
@@ -101,7 +101,7 @@ def idempotent(
     Args:
         fn: a function of pytrees.
         x: a pytree, as ``fn`` returns it.
-        args: what it takes besides.
+        args: its further arguments.
         orders: what is compared; see `equal`. Not "second" by default: results lie where a projection has
             a kink.
 
@@ -133,7 +133,7 @@ def _check_takes(inverse_fn: Fn, result: Any, args: Sequence[Any]) -> str:
     if type(result) is not tuple or len(result) != 2:
         return ""
     remedy = (
-        "fn returns a pair, whose parts are two arguments of inverse_fn; if the second is a "
+        "fn returns a pair, whose elements are two arguments of inverse_fn; if the second is a "
         "log-determinant, pass log_det=True"
     )
     try:
@@ -173,7 +173,8 @@ def _check_log_det(fn: Fn, args: Sequence[Any], batch_dims: int) -> None:
 def _are_apart(fn: Fn, x: torch.Tensor, batch_dims: int) -> bool:
     """Whether examples do not depend on one another: signs of cotangents are those of their gradients.
 
-    That holds to the last bit, as negation rounds nothing. What is not seen to be apart takes longer.
+    That holds to the last bit, as negation rounds nothing. Examples that are not known to be independent
+    take longer.
     """
     batch = x.shape[:batch_dims]
     y, pull = torch.func.vjp(fn, x.detach())[:2]
@@ -192,7 +193,7 @@ def _are_apart(fn: Fn, x: torch.Tensor, batch_dims: int) -> bool:
 
 
 def _log_det(fn: Fn, x: torch.Tensor, batch_dims: int, apart: bool) -> torch.Tensor:
-    """Of the Jacobian of each example with itself: fn takes the whole batch, and need not be batched.
+    """Of the Jacobian of each example with itself: fn takes the entire batch, and need not be batched.
 
     Args:
         fn: of the value alone.

@@ -60,7 +60,7 @@ def pushed(fn: Fn, at: Vector, direction: Vector) -> Vector:
     except RuntimeError as error:
         if "Nested forward mode AD" not in str(error):
             raise
-    # fn takes forward derivatives itself, by torch.func, which nests in itself alone.
+    # fn takes forward derivatives itself, by torch.func, which nests only in itself.
     tangents: Vector = torch.func.jvp(_by_transforms(fn), at, direction)[1]
     return tangents
 

@@ -22,7 +22,7 @@ __all__ = ["monotone"]
 
 # By how much arguments grow, in units of one plus their own size.
 _STEPS = (1e-3, 0.1, 1.0, 10.0)
-# Steps of one element alone, for each of about half: else one falling term drowns in terms that rise.
+# Steps of a single element, for about half of them: else rising terms hide one that falls.
 _SINGLES = 4
 # Elements among which those are that rise least.
 _STEEPEST = 8
@@ -38,23 +38,23 @@ def monotone(
 ) -> Trials:
     """Assert that no element of a result gets smaller when elements of the arguments get larger.
 
-    Arguments grow by steps of four sizes, in a random half of their elements and in single ones: those by
-    which the sum of all results rises least, by its gradient, and random ones. Rounding may make a result
-    smaller by its bounds, which are measured as those of `equal` are.
+    Arguments grow by steps of four sizes, in a random half of their elements and in single elements: the
+    elements for which the gradient of the sum of all results is smallest, and random ones. Rounding may
+    make a result smaller by at most its bound, which is measured as in `equal`.
 
     Args:
         fn: a function of pytrees with real results: an activation, a distribution function, a sum.
         args: its arguments; floating tensors grow.
         increasing: false for functions whose results must not get larger.
-        draws: how many steps of half of the elements of each size, and of four single elements.
+        draws: the number of steps of each size in half of the elements, and in four single elements.
         seed: of the steps.
 
     Returns:
-        How many steps were tried, and of what; print it.
+        The number and the kinds of steps that were tried; print it.
 
     Raises:
-        AssertionError: a result goes the other way; names the result, the step, by how much and what
-            rounding explains.
+        AssertionError: a result goes the other way; the message names the result, the step, the change
+            and the change that rounding explains.
         ValueError: no argument has a floating tensor, or a result is complex.
 
     >>> import torch
@@ -89,7 +89,7 @@ def monotone(
 
 
 class _Call:
-    """Real results of one call by path, and their bounds, which are measured when they are asked for."""
+    """Real results of one call by path, and their bounds, which are measured on demand."""
 
     def __init__(self, fn: Callable[..., Any], args: Any, seed: int) -> None:
         self.fn, self.args, self.seed = fn, args, seed
@@ -138,7 +138,7 @@ def _check(start: _Call, end: _Call, increasing: bool, size: float) -> None:
 def _places(
     fn: Callable[..., Any], args: Any, increasing: bool, order: torch.Tensor
 ) -> Iterator[int]:
-    """Elements to step by alone, for ever: one of a random order, one of the order of their gradients."""
+    """Single elements to step by, endlessly: alternately at random and by their gradients."""
     places = order.tolist()
     try:
         leaves, structure = tree.flatten(args)

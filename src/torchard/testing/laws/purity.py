@@ -22,11 +22,11 @@ __all__ = ["Purity", "check_pure"]
 
 @dataclass(frozen=True)
 class Purity:
-    """What `check_pure` found of a pure function.
+    """The findings of `check_pure` about a pure function.
 
     Attributes:
         traceable: whether torchard's transforms can trace it for these arguments.
-        reason: why not: the line, and what to write instead.
+        reason: why it cannot: the line, and what to write instead.
 
     >>> import torch
     >>> from torchard.testing import Purity, check_pure
@@ -47,21 +47,21 @@ class Purity:
 def check_pure(fn: Callable[..., Any], *args: Any) -> Purity:
     """Assert that a function is pure: equal results for equal arguments, and nothing else changes.
 
-    "Nothing else" are the arguments, torch's global generator, and what the function's code refers to:
-    variables that it closes over, globals that it names, attributes of its object, with all that these
-    hold, tensors' values included. What a library in C keeps to itself is not seen. Buffers of modules
-    that the call changes are set back.
+    "Nothing else" includes the arguments, torch's global generator, and everything to which the
+    function's code refers: variables that it closes over, globals that it names, attributes of its
+    object, and all that these hold, including the values of tensors. The internal state of C libraries is
+    not seen. Buffers of modules that the call changes are restored.
 
     Args:
         fn: a function of pytrees, or a module.
         args: its arguments.
 
     Returns:
-        Whether the function can be traced too, and if not, why: a branch on a value is pure.
+        Whether the function can also be traced, and if not, why: a branch on a value is pure.
 
     Raises:
-        AssertionError: two calls differ, something was changed, or torch's global generator was read;
-            says what.
+        AssertionError: two calls differ, something was changed, or torch's global generator was read; the
+            message says which.
 
     >>> import torch
     >>> from torchard.testing import check_pure

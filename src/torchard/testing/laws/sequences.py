@@ -1,4 +1,4 @@
-"""Sequence models: the past does not depend on the future, nor what is valid on the padding."""
+"""Sequence models: the past does not depend on the future, nor valid positions on the padding."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def causal(
     strict: bool = False,
     orders: Sequence[str] = ALL_ORDERS,
 ) -> Report:
-    """Assert that results at a position depend on arguments up to that position alone.
+    """Assert that results at a position depend only on arguments up to that position.
 
-    What comes later is changed, and is constant in derivatives: results up to there must be the same, and
-    so must their gradients, which are zero in what comes later. Sequences of more than eight positions
-    are cut at eight of them.
+    Later arguments are changed, and are constants in derivatives: results up to the position must be the
+    same, and so must their gradients, which must be zero in later arguments. Sequences of more than eight
+    positions are cut at eight of them.
 
     Args:
         fn: a function of pytrees, over sequences of at least two positions.
@@ -113,19 +113,20 @@ def padding_invariant(
     per_position: bool = True,
     orders: Sequence[str] = ALL_ORDERS,
 ) -> Report:
-    """Assert that what is padded changes nothing in results for what is not.
+    """Assert that padding does not change results at valid positions.
 
     Args:
         fn: a function of pytrees; if it takes a mask or lengths itself, they are among ``args``, by
-            position. Keywords are this law's alone.
+            position. Only this law uses the keywords.
         x: a pytree of tensors with leading dims (batch, positions), which are changed where padded.
-        args: what ``fn`` takes besides; it stays as it is.
+        args: further arguments of ``fn``, which are not changed.
         mask: booleans of the leading dims of ``x``, true where it is not padded.
-        lengths: in place of a mask, how many positions of each example are not padded.
-        fill: a number to put into the padding of floating tensors, by default other numbers of their
-            size: a large one, or ``float("nan")``, which a product with zero does not mask.
-        per_position: whether results have leading dims (batch, positions) too, and are compared where
-            not padded; else they are compared whole, as pooled results are.
+        lengths: instead of a mask, the number of valid positions of each example.
+        fill: a number to put into the padding of floating tensors, such as a large one, or
+            ``float("nan")``, which a product with zero does not mask; by default random numbers of the
+            tensors' size.
+        per_position: whether results have leading dims (batch, positions) too, and are compared where not
+            padded; otherwise they are compared entirely, as pooled results are.
         orders: what is compared; see `equal`.
 
     Returns:
@@ -147,7 +148,7 @@ def padding_invariant(
     >>> padding_invariant(product, x, mask, lengths=lengths, fill=float("nan"), per_position=False)
     Traceback (most recent call last):
         ...
-    torchard.Differs: padding changes results, fn differs when what is padded changes:
+    torchard.Differs: padding changes results, fn differs when padded values change:
     ...
     """
     valid, unfilled = _mask(x, mask, lengths), _unfilled(fn, x, *args)
@@ -171,7 +172,7 @@ def padding_invariant(
             other = torch.full_like(x, fill).detach()
         return torch.where(_leading(valid, x), x, other)
 
-    law = "padding changes results, fn differs when what is padded changes"
+    law = "padding changes results, fn differs when padded values change"
     if unfilled:
         law += f" (fn is called without its {unfilled}: pass it by position, after x)"
     return agree(
@@ -206,8 +207,8 @@ def _unfilled(fn: Callable[..., Any], *args: Any) -> str:
     if found.default is found.empty:
         raise TypeError(
             f"padding_invariant: fn needs its {name}, by position: padding_invariant(fn, x, {name}, "
-            "lengths=...); the keywords mask and lengths say to this law what is padded, and fn is not "
-            "given them."
+            "lengths=...); the keywords mask and lengths tell only this law what is padded, and are "
+            "not passed to fn."
         )
     return name
 

@@ -60,7 +60,7 @@ def agree(
 
 
 def _only_derivatives(report: Report) -> bool:
-    """Whether values agree, and derivatives alone differ."""
+    """Whether values agree, and only derivatives differ."""
     return not any(row.problem for row in report) and all(
         row.good or "gradient of " in row.path or "tangent of " in row.path for row in report
     )
@@ -177,9 +177,9 @@ def check_results(who: str, result: Any, dims: Dims, count: int, what: str) -> N
                 continue
             found = f"shape {list(y.shape)}" if isinstance(y, torch.Tensor) else repr(y)
             raise ValueError(
-                f"{who}: {path} is of {found}, without {count} {what} along dim {dim}; out_dim says "
-                "which dim of results they are: a number for all, or where fn returns a tuple, a list "
-                "with one for each of it, None for what is left out, such as final states."
+                f"{who}: {path} is of {found}, without {count} {what} along dim {dim}; out_dim is the "
+                "dim of results that has them: a number for all results or, if fn returns a tuple, a "
+                "list with one entry for each; None skips a result, such as final states."
             )
 
 

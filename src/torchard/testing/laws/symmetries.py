@@ -93,8 +93,8 @@ def _after(who: str, name: str, action: Callable[..., Any], fn: Callable[..., An
         found = action(*args)
         if not isinstance(found, tuple | list):
             raise TypeError(
-                f"{who}: {name} returned a {type(found).__name__}; it returns a tuple of all arguments "
-                "of fn, of a single one too: lambda x: (x.flip(0),)."
+                f"{who}: {name} returned a {type(found).__name__}; it must return a tuple of all "
+                "arguments of fn, even of a single one: lambda x: (x.flip(0),)."
             )
         return fn(*found)
 
@@ -111,13 +111,13 @@ def homogeneous(
 ) -> Report:
     """Assert that ``fn`` of scaled arguments is its result times ``scale ** degree``.
 
-    Results that are not floating (the indices of the largest, say) must stay as they are.
+    Results that are not floating (the indices of the largest, say) must not change.
 
     Args:
         fn: a function of pytrees.
         degree: 1 for linear functions, 0 for normalisations, -1 for reciprocals.
         args: its arguments; floating tensors are scaled.
-        scale: a positive number; of powers of two, scaling itself rounds nothing.
+        scale: a positive number; scaling by a power of two does not round.
         orders: what is compared; see `equal`.
 
     Returns:
@@ -132,7 +132,7 @@ def homogeneous(
     True
     """
     if not scale > 0 or scale == 1:
-        raise ValueError(f"homogeneous: scale is {scale:g}; it is a positive number other than 1.")
+        raise ValueError(f"homogeneous: scale is {scale:g}; it must be a positive number other than 1.")
 
     def scaled(value: Any, factor: float) -> Any:
         # Not times a number: forward mode makes doubles of that and a value without dims.

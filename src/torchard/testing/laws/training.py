@@ -1,4 +1,4 @@
-"""check_training: a loss or a training step reaches what it should train, and nothing else."""
+"""check_training: a loss or a training step trains the leaves that it should, and no others."""
 
 from __future__ import annotations
 
@@ -35,36 +35,37 @@ def check_training(
     optional: Sequence[str] = (),
     descends: bool = True,
 ) -> Trials:
-    """Assert that a loss or a training step trains what it should, and leaves the rest as it is.
+    """Assert that a loss or a training step trains the right leaves and does not change the others.
 
-    Of a loss, every trainable leaf must have a gradient that is finite and not all zero, a frozen one
-    none, and a small step against the gradient must lower the loss. Of a training step, every trainable
-    leaf must change and stay finite, buffers must change, all else must not (a module's own buffers may,
-    if none are given), and on the same batch again the loss must be lower; of new parameters that are
-    returned, for the old ones it must still be what it was. A step of a module must not add to gradients
-    that the step before left. Each call draws the same.
+    For a loss, every trainable leaf must have a gradient that is finite and not all zero, a frozen leaf
+    must have none, and a small step against the gradient must lower the loss. For a training step, every
+    trainable leaf must change and stay finite, buffers must change, and all other leaves must not change
+    (a module's own buffers may, if none are given); a second step on the same batch must give a lower
+    loss. If the step returns new parameters, the loss of the old ones must not have changed. A step of a
+    module must not add to the gradients of the previous step. Each call makes the same random draws.
 
     Args:
         step: a loss, ``(params, *batch)`` to a scalar; a step, ``(params, *batch)`` to new parameters and
-            the loss; or of a module, ``(module, *batch)`` to the loss, which trains it in place. A step
-            that keeps further state, such as an optimizer's, has it among ``params``.
+            the loss; or for a module, ``(module, *batch)`` to the loss, which trains it in place. Further
+            state of a step, such as an optimizer's, is part of ``params``.
         params: a pytree, or a ``torch.nn.Module``, which is trained by two steps here.
-        batch: what ``step`` takes besides.
+        batch: the further arguments of ``step``.
         frozen: patterns of leaves that must not be trained, as ``fnmatch`` reads them, for paths such as
-            ``params['embed']['w']`` or names such as ``embed.weight``; ``*`` stands for any characters.
+            ``params['embed']['w']`` or names such as ``embed.weight``; ``*`` matches any characters.
             Parameters of a module that require no gradient are frozen, and so are leaves that are not
             floating.
         buffers: patterns of leaves that are not trained, and that a step must change: running statistics,
-            a count. By default buffers of a module may change or not; given these, no others may.
-        optional: patterns of leaves that may be trained or not, as a bias before BatchNorm, which has no
-            gradient but for rounding.
+            a count. By default buffers of a module may change or not; if patterns are given, no other may
+            change.
+        optional: patterns of leaves that may be trained or not, such as a bias before BatchNorm, whose
+            gradient is zero up to rounding.
         descends: whether the loss must go down.
 
     Returns:
-        How many leaves are trained, which, and how many others there are; print it.
+        The number and names of the leaves that are trained, and the number of the others; print it.
 
     Raises:
-        AssertionError: something is wrong; names every leaf and what is wrong with it.
+        AssertionError: something is wrong; the message names every wrong leaf and the reason.
         TypeError: ``step`` returns none of these, or is a loss of a module, which trains nothing.
         ValueError: a pattern names no leaf, or there is nothing to train.
 
@@ -146,7 +147,7 @@ def _of_second_step(
     watched: _Tensors,
     descends: bool,
 ) -> list[str]:
-    """What is wrong with the loss after a step, or with gradients that the step leaves to the next.
+    """Faults of the loss after a step, or of gradients that the step leaves for the next one.
 
     Those of parameters that a step does not change may add up: no optimizer has them, nor clears them.
     """
@@ -157,7 +158,7 @@ def _of_second_step(
         result = step(new, *batch)
     if any(stale.values()):
         return [
-            f"{path} has the gradient of the step before added to its own: call optimizer.zero_grad()"
+            f"{path} has the previous step's gradient added to the new one: call optimizer.zero_grad()"
             for path in sorted(stale)
             if stale[path]
         ]
@@ -170,8 +171,8 @@ def _of_second_step(
     if abs(third - first) <= (first - second) / 2:
         return []
     return [
-        f"the loss goes from {first:.6g} to {second:.6g} after a step, and with the old parameters it is "
-        f"{third:.6g} then: it depends on what is not among params"
+        f"the loss goes from {first:.6g} to {second:.6g} after a step, and with the old parameters it "
+        f"is {third:.6g} then: it depends on something that is not in params"
     ]
 
 
@@ -202,7 +203,7 @@ def _accumulated(leaves: _Tensors) -> Iterator[dict[str, bool]]:
 
 
 def _written(before: _Tensors, after: _Tensors) -> list[str]:
-    """What a loss changed, which changes nothing."""
+    """The changes that a loss made; it must not make any."""
     return [
         f"{path} was changed by the loss"
         for path, x in before.items()
@@ -253,7 +254,7 @@ def _of_loss(
 
 
 def _fault(gradient: torch.Tensor | None, is_trained: bool, is_optional: bool) -> str:
-    """What is wrong with a gradient, or nothing."""
+    """The fault of a gradient, or nothing."""
     if gradient is not None and not bool(gradient.isfinite().all()):
         return "a gradient that is not finite"
     none = gradient is None or not bool(gradient.any())
@@ -280,10 +281,10 @@ def _line_search(
             moved = [x - g * (step * size / steepness) for x, g in zip(at, gradients, strict=True)]
             if bool(loss(moved) < value):
                 return []
-    return ["the loss goes down for no small step against its gradient"]
+    return ["no small step against its gradient makes the loss go down"]
 
 
-_HINT = " (if that is right, as of a bias before BatchNorm, name it in optional=)"
+_HINT = " (if this is correct, as for a bias before BatchNorm, name it in optional=)"
 
 
 def _of_step(
@@ -327,7 +328,7 @@ def _after_step(result: Any, params: Any) -> tuple[torch.Tensor, Any]:
         return result[1], result[0]
     raise TypeError(
         "check_training: step has to return a scalar loss, or new parameters and a scalar loss as "
-        f"(params, loss); of a module, the loss. It returned {_described(result)}."
+        f"(params, loss); for a module, the loss. It returned {_described(result)}."
     )
 
 
@@ -357,7 +358,7 @@ def _state(params: Any) -> _Tensors:
 
 
 def _trained(params: Any, state: _Tensors, listed: Mapping[str, Sequence[str]]) -> set[str]:
-    """What has to be trained.
+    """The leaves that must be trained.
 
     Raises:
         ValueError: a pattern names no leaf, or nothing remains.
@@ -374,7 +375,9 @@ def _trained(params: Any, state: _Tensors, listed: Mapping[str, Sequence[str]]) 
         trainable = {name for name, p in params.named_parameters() if p.requires_grad}
     trained = {path for path in trainable if not any(_matches(path, p) for p in listed.values())}
     if not trained:
-        raise ValueError("check_training: there is nothing to train: all is frozen, or not floating.")
+        raise ValueError(
+            "check_training: nothing to train: every parameter is frozen or has a non-floating dtype."
+        )
     return trained
 
 
@@ -385,7 +388,7 @@ def _free(
     buffers: Sequence[str] | None,
     optional: Sequence[str],
 ) -> set[str]:
-    """What a step may change or not: what is optional, and a module's buffers if none are named."""
+    """The leaves that a step may change or not: optional ones, and buffers if none are named."""
     free = {path for path in paths if _matches(path, optional)}
     if buffers is None and isinstance(params, torch.nn.Module):
         own = paths - dict(params.named_parameters()).keys()
@@ -394,7 +397,7 @@ def _free(
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """Brackets of a path stand for themselves."""
+    """Brackets of a path match literally."""
     listed = [patterns] if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(path, pattern.replace("[", "[[]")) for pattern in listed)
 

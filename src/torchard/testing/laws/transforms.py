@@ -55,7 +55,7 @@ def check_batching(
 
     Raises:
         AssertionError: they differ; the message is the report.
-        TypeError: the function takes an example, and torch.vmap cannot take the function.
+        TypeError: the function works on an example, but not under torch.vmap.
 
     >>> import torch
     >>> from torchard.testing import check_batching
@@ -94,15 +94,15 @@ def check_dtypes(
     orders: Sequence[str] = ("value", "gradient"),
     allow_narrower: bool = True,
 ) -> Report:
-    """Assert that a function computes what it does in float64 in other dtypes too, up to their rounding.
+    """Assert that a function computes the same in other dtypes as in float64, up to their rounding.
 
     Args:
         fn: a function of pytrees.
         args: its arguments; floating leaves are converted to each dtype.
         dtypes: real floating dtypes.
         orders: what is compared; see `equal`.
-        allow_narrower: whether bounds follow what ``fn`` computes in narrower dtypes than it is given.
-            If not, a sum in float16 of float32 arguments is wrong.
+        allow_narrower: whether bounds allow for operations of ``fn`` in narrower dtypes than its
+            arguments'. If not, a sum in float16 of float32 arguments is wrong.
 
     Returns:
         A report with a row for each value.
@@ -162,7 +162,7 @@ def check_sharding(
         fn: a pure function of pytrees.
         mesh: where it runs.
         specs: a pytree prefix of ``args`` with a `P` at each leaf.
-        args: whole arguments.
+        args: global arguments.
         orders: what is compared; see `equal`.
 
     Returns:
@@ -232,14 +232,14 @@ def check_stack(
             "thread", "compiled"; see `equal`), or a function from functions to functions that compute
             the same.
         args: its arguments.
-        mesh: of "shard", over whose first axis the first dim of every argument is split; by default two
-            virtual ranks.
+        mesh: for "shard"; its first axis splits the first dim of every argument. By default two virtual
+            ranks.
 
     Returns:
         A report with a row for each value.
 
     Raises:
-        AssertionError: a stack differs; names it, the message is the report.
+        AssertionError: a stack differs; the message names it and has the report.
         TypeError: ``words`` is one stack, not a list of stacks.
         ValueError: a layer is unknown.
 
@@ -311,14 +311,14 @@ def _checked_words(words: Any) -> list[Sequence[Any]]:
     for word in found:
         if not _is_sequence(word):
             raise TypeError(
-                f"check_stack: words has {_name(word)!r}, which is no stack: words is a list of stacks, "
-                'each a tuple of layers, as in [("grad", "shard"), ("jit",)].'
+                f"check_stack: words has {_name(word)!r}, which is not a stack: words is a list of "
+                'stacks, each a tuple of layers, as in [("grad", "shard"), ("jit",)].'
             )
         for layer in word:
             if not (callable(layer) or layer in _NAMES):
                 raise ValueError(
-                    f"check_stack: {layer!r} is no layer of a stack; layers are {', '.join(_NAMES)}, or "
-                    "functions."
+                    f"check_stack: {layer!r} is not a layer of a stack; layers are "
+                    f"{', '.join(_NAMES)}, or functions."
                 )
     return found
 

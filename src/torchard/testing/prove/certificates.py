@@ -1,9 +1,10 @@
 """That a factor rule is true of its operator: a test of each claim, on random values of random shapes.
 
-An operation that ranks run as it is, on their parts, is run on parts. Where local code differs from the
-operation, the claim is that a rank has what it needs. Then the operator runs on whole operands of which
-all that a rank does not have is replaced by other values, which may not change the rank's part of the
-results; or, where results are reduced over ranks, by zeros, which may not change the reduction.
+An operation that ranks run as it is, on their parts, is run on parts. If local code differs from the
+operation, the claim is that a rank has the elements that it needs. Then the operator runs on global
+operands of which all that a rank does not have is replaced by other values, which may not change the
+rank's part of the results; or, where results are reduced over ranks, by zeros, which may not change the
+reduction.
 
 Floats are in float64. Factors that the rule calls whole keep their size if they can, as do arguments that
 say positions in them; all others are small.
@@ -83,7 +84,7 @@ def _tested(call: Call, rule: Rule, claim: Claim) -> str:
         except Exception:  # on parts it is an error
             good = False
         if not good:
-            return f"{call.target} is not as its rule says: {_said(rule, claim)}"
+            return f"{call.target} does not obey its rule: {_said(rule, claim)}"
         ran += 1
         if ran == 2:
             break
@@ -100,7 +101,7 @@ def _said(rule: Rule, claim: Claim) -> str:
     if claim.kind == "linear":
         return f"it is not linear in operands {', '.join(map(str, claim.what))}"
     names = " ".join(rule.names[f] if rule.names else str(f) for f in claim.what)
-    return f"its parts along {names} do not make up the whole"
+    return f"its shards along {names} do not make up the global value"
 
 
 def _trials(call: Call, rule: Rule) -> Iterator[_Trial]:
@@ -139,7 +140,7 @@ def _takes_pivots(call: Call) -> bool:
 
 
 class _Trial:
-    """One call on random values, and what it gives."""
+    """One call on random values, and its results."""
 
     def __init__(self, call: Call, rule: Rule, sizes: list[int], seed: int, draw: str) -> None:
         self.call, self.rule, self.sizes, self.draw = call, rule, sizes, draw
@@ -264,7 +265,7 @@ class _Trial:
         return [half for half in halves if half] or [[]]
 
     def _on_parts(self, have: Some) -> Values:
-        """What the operator gives for parts of the operands."""
+        """The operator's results for shards of the operands."""
         return self.run(
             [self._part(x, dims, have) for x, dims in zip(self.inputs, self.rule.ins, strict=True)]
         )
@@ -290,7 +291,7 @@ class _Trial:
         return all(_close(part, whole) for part in found)
 
     def _knows_blocks(self, n: int, r: int) -> bool:
-        """Each block knows no more of the dim than what is in it."""
+        """Each block has only its own elements of the dim."""
         each = -(-self.sizes[n] // self.sizes[r])
         for j in range(self.sizes[r]):
             have = {n: list(range(self.sizes[n]))[j * each : (j + 1) * each], r: [j]}

@@ -147,7 +147,7 @@ def _places(axes: Iterable[str], sizes: Sizes) -> Iterable[tuple[int, ...]]:
 
 
 def _dependent(size: int, axes: tuple[str, ...], table: dict[tuple[int, ...], Held]) -> Spread:
-    """The spread by those axes alone on which it depends."""
+    """The spread over only those axes on which it depends."""
     for axis in axes:
         i = axes.index(axis)
         without = {(*place[:i], *place[i + 1 :]): held for place, held in table.items()}

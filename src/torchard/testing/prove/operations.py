@@ -1,19 +1,19 @@
 """When the layouts of an operation's operands and results are an instance of its factor rule.
 
-Each dim is a product of factors, so who holds which indices of a dim is who holds which of each factor.
-Then:
+Each dim is a product of factors, so the indices of a dim that a rank holds follow from those of each
+factor. Then:
 
-- a factor is held alike in every operand and result that has it, so that each rank has what it needs;
+- a factor is split in the same way in every operand and result that has it;
 - one that a result lacks leaves that result pending, over the axes that split it, with the rule's
   reduction;
-- one that the rule calls whole is held whole; one that it splits as a run is held as runs;
+- a factor that the rule calls whole is unsplit; a factor that it splits as a run is held as runs;
 - operands may be partial sums over an axis if the rule calls them, together, linear, and the axis does
   nothing else in the operation; all results are then partial sums over it;
 - results are partial over nothing else.
 
-An instance makes claims of the operator, that it may be split along a factor or taken apart into a sum.
-These are certified apart (see `certificates`). That they hold for several factors at once follows from
-each.
+An instance makes claims of the operator, that it may be split along a factor or decomposed into a sum.
+These are certified separately (see `certificates`). That they hold for several factors at once follows
+from each.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Instance:
-    """What layouts ask of an operator.
+    """The claims about an operator that layouts make.
 
     Attributes:
         problem: why they are no instance of its rule; empty if they are.
-        claims: what must be true of the operator.
+        claims: the claims that must be true of the operator.
         exchanges: whether ranks exchange elements within the operation.
     """
 
@@ -75,7 +75,7 @@ class _Place:
 def instance(
     rule: Rule, ins: tuple[Layout, ...], outs: tuple[Layout, ...], sizes: Sizes
 ) -> Instance:
-    """Hold the layouts of operands and results against a rule; kept, since layers repeat."""
+    """Compare the layouts of operands and results with a rule; cached, since layers repeat."""
     try:
         return _Check(rule, ins, outs, sizes).instance()
     except _NoInstance as why:
@@ -153,13 +153,13 @@ class _Check:
         name, places = self._names([f]), self.places[f]
         if f in self.rule.whole:
             raise _NoInstance(
-                f"the rule holds factor {name} whole, and {places[0].where} splits it"
+                f"the rule requires factor {name} unsplit, and {places[0].where} splits it"
             )
         first = places[0]
         for place in places:
             if place.spread != first.spread:
                 raise _NoInstance(
-                    f"factor {name} is held otherwise in {first.where} and {place.where}"
+                    f"factor {name} is split differently in {first.where} and {place.where}"
                 )
         if f in self.rule.run and not first.spread.in_runs:
             raise _NoInstance(f"factor {name} is not held in runs")
@@ -170,14 +170,14 @@ class _Check:
         for k, result in enumerate(pending):
             if -1 - k not in has and f in self.rule.combiner:
                 if sum(first.spread.counts) != first.spread.size:
-                    raise _NoInstance(f"the parts of factor {name} overlap, and are summed")
+                    raise _NoInstance(f"the shards of factor {name} overlap, and are summed")
                 result |= dict.fromkeys(first.spread.axes, self.rule.combiner[f])
         if self.rule.halo is not None and f == self.rule.halo[0]:
             return None
         return Claim("split", (f,)) if any(tensor >= 0 for tensor in has) else self._made(f)
 
     def _made(self, f: int) -> Claim:
-        """Of a factor that no operand has: every rank makes its part from operands that it has whole."""
+        """Of a factor that no operand has: every rank computes its shard from unsplit operands."""
         if f not in self.rule.index:
             raise _NoInstance(f"factor {self._names([f])} comes from no operand, and is split")
         return Claim("split", (f,))
@@ -205,8 +205,8 @@ class _Check:
             if group not in self.rule.linear:
                 listed = ", ".join(map(str, sorted(group)))
                 raise _NoInstance(
-                    f"operands {listed} are partial sums over {axis}, and the operation is not linear in "
-                    "these alone"
+                    f"operands {listed} are partial sums over {axis}, and the operation is not linear "
+                    "in just these"
                 )
         return {axis: frozenset(group) for axis, group in found.items()}
 

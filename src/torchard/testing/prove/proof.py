@@ -32,14 +32,14 @@ __all__ = ["Gap", "Proof", "Unproved", "prove"]
 
 @dataclass(frozen=True)
 class Gap:
-    """A node of which the proof fails, or one that it takes for granted.
+    """A node for which the proof fails, or which it takes for granted.
 
     Attributes:
         node: its name in the graph.
         op: the operation, or the kind of step: ``aten.mm``, ``all_reduce``.
         source: the line that called it: ``model.py:12 in mlp``.
         layouts: of its operands and results: ``P(tp), P() -> P()``.
-        reason: what is not so.
+        reason: the condition that does not hold.
 
     >>> from torchard.testing import Gap
     >>> print(Gap("mm", "aten.mm", "model.py:12 in mlp", "P(tp), P() -> P()", "partial over tp"))
@@ -59,13 +59,13 @@ class Gap:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proved.
+    """The result of a proof.
 
     Attributes:
         operations, steps: how many nodes of each kind there are.
-        certificates: how many claims of factor rules they rest on, all of them tested.
+        certificates: how many claims of factor rules the proof uses, all of them tested.
         assumed: nodes that are taken for granted: exchanges of windows, collectives of shard_map.
-        gaps: nodes of which the proof fails; empty for what `prove` returns.
+        gaps: nodes for which the proof fails; empty in a result of `prove`.
 
     >>> from torchard.testing import Proof
     >>> print(Proof(operations=3, steps=1, certificates=4))
@@ -87,7 +87,7 @@ class Proof:
 
 
 class Unproved(AssertionError):
-    """A plan of which the proof fails.
+    """A plan whose proof fails.
 
     Attributes:
         proof: with the gaps.
@@ -109,19 +109,19 @@ class _OnMesh(Protocol):
 
 @checked
 def prove(program: Annotated[Program, Like("shard(fn, mesh, ...).lower(*args)")]) -> Proof:
-    """Prove that a sharded plan computes what it says over whole arrays, for all values.
+    """Prove that a sharded plan computes the same as its global program, for all values.
 
-    Nothing is run but small tests of operators, once for each claim of a factor rule. The time is that
-    of one walk over the plan, whatever the sizes of the values and of the mesh.
+    Only small tests of operators are run, once for each claim of a factor rule. The time is that of one
+    walk over the plan, whatever the sizes of the values and of the mesh.
 
     Args:
-        program: what ``lower`` or ``lower_joint`` of a function of `shard` returns.
+        program: a result of ``lower`` or ``lower_joint`` of a function of `shard`.
 
     Returns:
-        The proof: how many nodes, and on what it rests.
+        The proof: the number of nodes, and the claims that it uses.
 
     Raises:
-        Unproved: an AssertionError that lists each node of which the proof fails, with its line, its
+        Unproved: an AssertionError that lists each node for which the proof fails, with its line, its
             layouts and the reason.
         ValueError: the program is not sharded.
 
@@ -178,7 +178,7 @@ class _Walk:
             self.steps += 1
             (source,) = node.all_input_nodes
             if VAL.of(source).shape != VAL.of(node).shape:
-                return "a step changes no shape of a whole value"
+                return "a step must not change a global shape"
             return check_step(STEP.of(node), LAYOUT.of(source), LAYOUT.of(node), self.sizes)
         if node.target is operator.getitem:
             (source,) = node.all_input_nodes
@@ -194,7 +194,7 @@ class _Walk:
         call = Call.of(node)
         ins, outs = tuple(map(LAYOUT.of, call.operands)), _layouts(node)
         if node.target is again and not same(ins[0], ins[1], self.sizes):
-            return "the next iteration takes it as another layout"
+            return "the next iteration takes it in a different layout"
         own = {axis for layout in ins for axis in layout.varying}
         if any(layout.varying != own for layout in outs):
             return f"ranks have their own operands over {sorted(own)}, and not their own results"
@@ -219,7 +219,7 @@ class _Walk:
         return ""
 
     def _malformed(self, node: fx.Node) -> str:
-        """What is wrong with a node's layouts by themselves."""
+        """The fault of a node's layouts by themselves."""
         val = VAL.get(node)
         vals = [
             v
@@ -236,7 +236,7 @@ class _Walk:
                 or len(set(axes)) < len(axes)
                 or set(axes) - {*dict(self.sizes)}
             ):
-                return f"{layout} is no layout of a value of shape {list(v.shape)}"
+                return f"{layout} is not a layout of a value of shape {list(v.shape)}"
         return ""
 
     # -- inputs and outputs -----------------------------------------------------------------------
@@ -275,7 +275,7 @@ class _Walk:
         )
         if same(have, want, self.sizes):
             return ""
-        how = f"placed as {want}" if placed else "plain, the same whole value on every rank"
+        how = f"placed as {want}" if placed else "plain, the same global value on every rank"
         return f"{leaf.path} is held as {have}, and is {how}"
 
     def _buckets(self) -> None:

@@ -1,7 +1,7 @@
-"""What a collective does to who holds what.
+"""How a collective changes the indices that each rank holds.
 
-A value is held as some digits of each dim (see `holdings`), and over some axes as parts of a reduction.
-A collective over some axes runs in groups of ranks, which differ in their places along those axes alone.
+A value is held as some digits of each dim (see `holdings`), and over some axes as parts of a reduction. A
+collective over some axes runs in groups of ranks, which differ only in their places along those axes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Pending = frozenset[tuple[str, str]]
 
 
 class _Unsound(Exception):
-    """A step that does not do what the plan says; the message says why."""
+    """A step that does not do what the plan states; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,13 @@ def _after(op: CollectiveOp, value: _Value, sizes: Sizes) -> _Value:
         return _joined(op.axes, op.at, value, sizes)
     if isinstance(op, AllToAll) and op.at != op.to:
         return _parted(op.axes, op.to, _joined(op.axes, op.at, value, sizes), sizes)
-    raise _Unsound("it is no step between two layouts")
+    raise _Unsound("it is not a step between two layouts")
 
 
 def _reduced(axes: tuple[str, ...], reduction: str | None, value: _Value) -> _Value:
     for axis in axes:
         if (axis, reduction) not in value.pending:
-            raise _Unsound(f"no {reduction} over {axis} is to be made")
+            raise _Unsound(f"no {reduction} over {axis} is pending")
     if split := value.splitting(axes):
         raise _Unsound(f"ranks that it reduces over hold different parts of dim {min(split)[0]}")
     return replace(value, pending=value.pending - {(a, str(reduction)) for a in axes})

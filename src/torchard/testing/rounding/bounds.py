@@ -28,7 +28,7 @@ _OUTLYING = 1e3
 
 @dataclass(frozen=True)
 class Expected:
-    """What a value should be, and by how much roundings may move it.
+    """The expected value, and by how much roundings may move it.
 
     Attributes:
         exact: the value, in double precision.
@@ -93,7 +93,7 @@ def expected(
     runs: int = 6,
     seed: int = 0,
 ) -> dict[fx.Node, Expected]:
-    """What values of a program should be, with bounds for their errors.
+    """The expected values of a program, with bounds for their errors.
 
     Args:
         program: over global values, on one device.

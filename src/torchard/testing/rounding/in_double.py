@@ -1,4 +1,4 @@
-"""A program evaluated in double precision, as it stands or with roundings put in at random."""
+"""A program evaluated in double precision, unchanged or with random roundings."""
 
 from __future__ import annotations
 

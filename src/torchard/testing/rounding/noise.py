@@ -75,7 +75,7 @@ def _row(program: Program, values: dict[fx.Node, Any]) -> torch.Tensor:
 
 # By how much zeros are moved: too little for anything but their sign.
 _OFF_ZERO = 1e-30
-# Besides all values up and all values down, so many runs with random signs.
+# The number of runs with random signs, in addition to all values up and all values down.
 _NUDGES = 14
 
 

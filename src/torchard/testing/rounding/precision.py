@@ -26,7 +26,7 @@ class Precision:
 
     Attributes:
         narrowest: of all that is computed for the results; None where nothing is, or where the function
-            is not known: then the other's own dtypes stand.
+            is not known: then the other's own dtypes are used.
         held: of each input, by its path: of it and what is computed from it for the results.
         only: whether what is computed in less than the narrowest counts as computed in it too.
 

@@ -3,7 +3,7 @@
 A trace is for all values, so it refuses a branch on one, a mask, `item()`, a draw from the global
 generator, an autograd.Function without setup_context. A recording is of one call: its branches are the
 ones that were taken, its draws are constants, and numbers that were read are numbers. With other
-roundings it takes the same branches: the error bound is that of this call.
+roundings it takes the same branches: the error bound is valid for this call.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def program_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Program, li
 def _check_complete(
     program: Program, inputs: list[torch.Tensor], results: list[torch.Tensor]
 ) -> None:
-    """Check that the program gives what the run gave.
+    """Check that the program gives the same results as the run.
 
     Raises:
         PurityError: it does not: something wrote to memory besides torch's operators.
@@ -129,8 +129,8 @@ class _Operand:
 class _Recording:
     """A graph in the making, and which node every tensor is.
 
-    A tensor is known by its memory and how it lies there, not by its identity: autograd hands on copies
-    of views that share their memory. Two tensors that lie alike have one value, at any time.
+    A tensor is identified by its memory, offset and strides, not by its identity: autograd passes on
+    copies of views that share their memory. Two tensors that lie alike have one value, at any time.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -142,7 +142,7 @@ class _Recording:
     )  # memory that is freed would be taken for other tensors
 
     def add(self, name: str, tensor: torch.Tensor, value: torch.Tensor | None = None) -> _Operand:
-        """A placeholder for a tensor, with a copy of what is in it now."""
+        """A placeholder for a tensor, with a copy of its current contents."""
         with internals.inserting_after(self.graph, self.last):
             node = self.last = self.graph.placeholder(name)
         copy = tensor.detach().clone() if value is None else value
@@ -156,7 +156,7 @@ class _Recording:
         return operand.node
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        """The node of a tensor; that of a new constant if no operation made it."""
+        """The node of a tensor; a new constant if no operation computed it."""
         node = self.nodes.get(_key(tensor))
         return self.constant(tensor) if node is None else node
 
@@ -176,7 +176,7 @@ class _Recording:
         return pytree.tree_map(operand, value)
 
     def call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note what an operation was called with, and returned."""
+        """Record the arguments and results of an operation."""
         node = self.graph.call_function(func, args, kwargs)
         SOURCE.set(node, source.of_here())
         PHASE.set(node, "forward" if internals.graph_task() == -1 else "backward")
@@ -193,7 +193,7 @@ class _Recording:
                     copy, delete_user_cb=lambda user, copy=copy: user is not copy
                 )
                 VAL.set(copy, VAL.of(node))
-                VAL.set(node, VAL.of(node).clone())  # in memory of its own
+                VAL.set(node, VAL.of(node).clone())  # in separate memory
 
     def _result(self, node: fx.Node, value: Any) -> None:
         if isinstance(value, torch.Tensor):

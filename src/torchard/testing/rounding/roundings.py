@@ -3,7 +3,7 @@
 Backward errors: an operation gives the exact result for operands that are off by as much as its rounding
 errors amount to, rounded once more. Errors of a sum of k terms are taken as independent, so that they
 grow as the square root of k (Higham, Mary, "A new approach to probabilistic rounding error analysis",
-SIAM J. Sci. Comput. 41, 2019). Roundings are those of the dtypes that the program computes in.
+SIAM J. Sci. Comput. 41, 2019). The size of a rounding follows from its dtype.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Rounding:
     """Relative errors (standard deviations) of one operation.
 
     Attributes:
-        inside: of its operands, which stand for the roundings inside.
+        inside: of its operands, which represent the roundings inside.
         of_result: of its result.
         literals: the dtype that holds the floating numbers among its arguments, where these are values
             of its result: how they are rounded is known.

@@ -4,9 +4,9 @@
 `localize` work without hypothesis. ``from torchard.testing import strategies as ts`` goes well with
 hypothesis's own ``st``.
 
-What is drawn shrinks towards what a person can read: small integers, dims of size 1, contiguous tensors,
-few steps. Importing this module also makes hypothesis print tensors of a failing example as Python that
-makes them, strides included.
+Values shrink towards readable ones: small integers, dims of size 1, contiguous tensors, few steps.
+Importing this module also makes hypothesis print the tensors of a failing example as Python code that
+creates them, including their strides.
 
     from hypothesis import given, strategies as st
     from torchard.testing import check_sharding, strategies as ts

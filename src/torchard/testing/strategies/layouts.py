@@ -56,7 +56,7 @@ def _sliced(x: torch.Tensor, rng: Random) -> torch.Tensor:
 
 
 def _expanded(x: torch.Tensor, rng: Random) -> torch.Tensor:
-    """One slice of a dim stands for all of them, with stride 0."""
+    """One slice of a dim represents all of them, with stride 0."""
     if not x.numel() or not x.ndim:
         return x
     return x.narrow(rng.choice(range(x.ndim)), 0, 1).contiguous().expand(x.shape)

@@ -26,9 +26,9 @@ def modules(
     """A hypothesis strategy of modules with drawn parameters.
 
     Args:
-        make: makes the module: ``lambda: nn.LayerNorm(4)``.
-        dtype: of its floating parameters and buffers, or several dtypes to draw one from.
-        values: what the parameters' entries are; see `tensors`. Buffers are as ``make`` leaves them.
+        make: creates the module: ``lambda: nn.LayerNorm(4)``.
+        dtype: of its floating parameters and buffers, or several dtypes from which one is drawn.
+        values: the values of the parameters' entries; see `tensors`. Buffers are not changed.
         training: whether the module is in training mode; by default both are drawn.
 
     Raises:
@@ -36,7 +36,7 @@ def modules(
 
     Returns:
         A strategy of modules, which shrinks towards evaluation mode and parameters of zeros. Hypothesis
-        prints what was drawn.
+        prints the module that was drawn.
 
     >>> import torch
     >>> from hypothesis import find

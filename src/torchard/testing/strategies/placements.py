@@ -19,8 +19,8 @@ __all__ = ["meshes", "specs_for"]
 def specs_for(values: Any, mesh: Mesh, *, fused: bool = False) -> st.SearchStrategy[Any]:
     """A hypothesis strategy of specs for all tensors of a pytree, for ``in_specs`` or ``out_specs``.
 
-    Every axis splits some dim of a tensor or none, several may split one dim, and dims may be uneven or
-    smaller than the axis.
+    Every axis splits at most one dim of a tensor, several axes may split the same dim, and dims may be
+    uneven or smaller than the axis.
 
     Args:
         values: a pytree of tensors, of `torchard.ShapeDtype` or of shapes, which are tuples of ints.

@@ -1,4 +1,4 @@
-"""Draws a program step by step: its inputs, operations that fit, and what it returns."""
+"""Draws a program step by step: its inputs, operations that fit, and its results."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def _imports(*texts: str) -> str:
 
 _SIZES = range(1, 7)
 _RANKS = (0, 1, 2, 2, 2, 3, 3)
-# Inputs of up to so many numbers are written out, with so many decimals.
+# Inputs of up to this many numbers are written out, with this many decimals.
 _WRITTEN_OUT, _DECIMALS = 8, 2
-# One input in so many has whole numbers.
+# One input in this many has integers.
 _WHOLE = 8
 
 
@@ -114,7 +114,7 @@ def _inputs(pool: Pool) -> dict[str, str]:
 
 
 def _floating(pool: Pool, shape: tuple[int, ...], seed: int) -> str:
-    """Normal numbers, or small whole ones."""
+    """Normal numbers, or small integers."""
     small, whole = math.prod(shape) <= _WRITTEN_OUT, pool.choice(range(_WHOLE)) == 0
     if whole and small:
         first = 1 + seed % 8
@@ -125,7 +125,7 @@ def _floating(pool: Pool, shape: tuple[int, ...], seed: int) -> str:
 
 
 def _drawn(call: str, seed: int) -> str:
-    """What torch's generator gives: in numbers if there are few of them."""
+    """The draws of torch's generator, written out if there are few of them."""
     text = f"{call}, generator=torch.Generator().manual_seed({seed}))"
     drawn: torch.Tensor = eval(text, NAMES)
     if drawn.numel() > _WRITTEN_OUT:

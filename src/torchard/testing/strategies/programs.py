@@ -19,20 +19,20 @@ __all__ = ["programs", "random_program"]
 def programs(
     *, max_steps: int = 8, dtype: torch.dtype = torch.float64, mesh: Mesh | None = None
 ) -> st.SearchStrategy[RandomProgram]:
-    """A hypothesis strategy of pure functions with inputs, of operations that models are made of.
+    """A hypothesis strategy of pure functions with inputs, whose operations are typical of models.
 
     Products, layers of `torchard.nn`, reductions, views, lookups by ids and dropout by a key, of up to
     four floating inputs with up to six entries a dim. Every value is finite and below 10⁴ in magnitude.
-    Most inputs are normal, one in eight has small whole numbers.
+    Most inputs are normal, one in eight has small integers.
 
     Args:
-        max_steps: the most operations of a program.
+        max_steps: the maximum number of operations of a program.
         dtype: of its floating inputs.
         mesh: if given, steps may also be `torchard.constrain` on this mesh.
 
     Returns:
-        A strategy of `RandomProgram`. In shrinking any step can go, inputs that nothing uses go, and dims
-        shrink towards 1.
+        A strategy of `RandomProgram`. Shrinking can remove any step and inputs that nothing uses, and
+        dims shrink towards 1.
 
     >>> from hypothesis import find
     >>> from torchard.testing import strategies as ts
@@ -72,7 +72,7 @@ def random_program(
 
     Args:
         seed: of the draw.
-        steps: how many operations it has, or fewer where some do not fit.
+        steps: the number of operations; there are fewer if some do not fit.
         dtype: of its floating inputs.
         mesh: for which its values may be constrained; None for no constraints.
 

@@ -24,13 +24,13 @@ _FILE = "random_program.py"
 
 @dataclass(frozen=True, repr=False, eq=False)
 class RandomProgram:
-    """A pure function and inputs for it. Its ``repr`` is Python text that makes both.
+    """A pure function and inputs for it. Its ``repr`` is Python text that creates both.
 
-    Calling it calls the function. What a line of its own raises has a note that shows the line.
+    Calling it calls the function. An error that one of its lines raises has a note that shows the line.
 
     Attributes:
         source: the text of the function ``f``, its imports first.
-        input_sources: for each input its name in the function, and an expression that makes it.
+        input_sources: for each input its name in the function, and an expression that creates it.
         inputs: the inputs.
         function: the function ``f``.
 
@@ -71,8 +71,8 @@ class RandomProgram:
             line = self._line_of(error)
             if line is None:
                 raise
-            # Hypothesis tells failures apart by their last line. Were that one of the program, none would
-            # be the same after a step is gone.
+            # Hypothesis distinguishes failures by their last line. Were that one of the program,
+            # none would be the same after a step is gone.
             error.add_note(f"{_FILE}:{line} in f: {self.source.splitlines()[line - 1].strip()}")
             raise error.with_traceback(None)  # noqa: B904
 
@@ -88,7 +88,7 @@ class RandomProgram:
         return f"{self.source}\n\n\ninputs = (\n{inputs})"
 
     def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:
-        """On lines of its own, from the margin on, so that it can be copied."""
+        """On separate lines, from the margin on, so that it can be copied."""
         indentation, printer.indentation = printer.indentation, 0
         for line in repr(self).splitlines():
             printer.break_()

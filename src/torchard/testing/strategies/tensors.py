@@ -26,7 +26,7 @@ from torchard.testing.strategies.layouts import LAYOUTS, laid_out
 __all__ = ["tensors"]
 
 Values = str | st.SearchStrategy[Any]
-# The most dims that an ellipsis stands for.
+# The maximum number of dims that an ellipsis represents.
 _ELLIPSIS = 2
 
 
@@ -41,14 +41,14 @@ def tensors(
     max_size: int = 5,
     device: torch.device | str = "cpu",
 ) -> st.SearchStrategy[tuple[torch.Tensor, ...]]:
-    """A hypothesis strategy of several tensors; dims of one name have one size.
+    """A hypothesis strategy of several tensors; dims of the same name have the same size.
 
     Args:
         shapes: the dims of each tensor, as in ``"b s d, d"``. ``(h d)`` is a dim of size h · d, ``3`` and
             ``h=3`` are dims of size 3, and ``...`` is up to two further dims, the same everywhere. A
-            tensor may have a dtype of its own: ``"v d, b s:int64"``. One without dims is a scalar.
-        dtype: of the others, or several dtypes to draw one from.
-        values: what the entries are, for all tensors or for each:
+            tensor may state its dtype: ``"v d, b s:int64"``. A tensor without dims is a scalar.
+        dtype: of all tensors that do not state one, or several dtypes from which one is drawn.
+        values: the values of the entries, for all tensors or for each:
 
             - "integers": from -4 to 4, so that sums and products are exact in every dtype;
             - "ordinary": also others between -16 and 16 (integer dtypes: -100 and 100), and -0.0;
@@ -58,10 +58,10 @@ def tensors(
 
             Many entries of one tensor are equal, so that there are ties.
         layouts: how they may lie in memory: "contiguous", "transposed" (two dims exchanged), "offset"
-            (not at the start of the storage), "sliced" (every second entry), "expanded" (stride 0). What
-            lies between the entries is NaN, or the largest integer.
+            (not at the start of the storage), "sliced" (every second entry), "expanded" (stride 0).
+            Memory between the entries holds NaN, or the largest integer.
         min_size, max_size: the smallest and largest size of an axis.
-        device: where the tensors are; their values are those that are drawn for a CPU.
+        device: where the tensors are; their values are the same as on a CPU.
 
     Returns:
         A strategy of tuples of tensors, which shrinks towards contiguous tensors of zeros with dims of

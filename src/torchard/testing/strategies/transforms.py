@@ -58,12 +58,13 @@ def _of_names(policy: Callable[..., Policy], names: list[str]) -> Policy:
 def stacks(
     layers: Sequence[str] = _LAYERS, *, max_size: int = 4, max_derivatives: int = 2
 ) -> st.SearchStrategy[tuple[str, ...]]:
-    """A hypothesis strategy of stacks of transforms, as words for `torchard.testing.check_stack`.
+    """A hypothesis strategy of stacks of transforms, for `torchard.testing.check_stack`.
 
     Args:
-        layers: what a stack is made of.
-        max_size: the most layers of a stack.
-        max_derivatives: the most layers that differentiate; each makes programs several times as long.
+        layers: the transforms of which a stack consists.
+        max_size: the maximum number of layers of a stack.
+        max_derivatives: the maximum number of layers that differentiate; each makes programs several
+            times as long.
 
     Returns:
         A strategy of tuples of names, from the inside out, which shrinks towards ``("shard",)``.

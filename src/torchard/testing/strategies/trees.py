@@ -17,11 +17,11 @@ _NAMES = ("a", "b", "c")
 
 @checked
 def pytrees(leaves: st.SearchStrategy[Any], *, max_leaves: int = 6) -> st.SearchStrategy[Any]:
-    """A hypothesis strategy of pytrees: dicts, lists and tuples in each other, some of them empty.
+    """A hypothesis strategy of pytrees: nested dicts, lists and tuples, some of them empty.
 
     Args:
         leaves: a strategy of leaves; None may be one.
-        max_leaves: about the most leaves of a tree.
+        max_leaves: approximately the maximum number of leaves of a tree.
 
     Returns:
         A strategy of pytrees, which shrinks towards a single leaf.
