@@ -23,8 +23,8 @@ __all__ = [
     "output_node",
     "output_values",
     "substitute",
-    "without_garbage",
     "with_operands",
+    "without_garbage",
 ]
 
 

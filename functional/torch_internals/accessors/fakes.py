@@ -23,7 +23,7 @@ from torchard.functional.torch_internals.accessors.tensors import (
 
 __all__ = ["KnownResults", "bound_fake_cache", "fake_errors_unlogged"]
 
-require(torch._C, "_DisableTorchDispatch")
+require(torch._C, "_DisableTorchDispatch", "DisableTorchFunction")
 
 # About 2 KiB each; a trace of a layer with its gradient adds some sixty for each new shape.
 _MOST = 16384
@@ -62,7 +62,7 @@ class KnownResults:
             like, is_view = self.results[key]
             return self._pair(like, args[0] if is_view else None)
         out = call(func, *args, **kwargs)
-        if key is None or type(out) is not FakeTensor or out.constant is not None:
+        if key is None or type(out) is not FakeTensor or not _is_plain(out):
             return out, None
         fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
         sharing = [x for x in fakes if storage_id(x) == storage_id(out)]
@@ -74,8 +74,10 @@ class KnownResults:
 
     def _pair(self, like: FakeTensor, base: FakeTensor | None) -> tuple[FakeTensor, FakeTensor]:
         """Two tensors like another, in memory of their own or in a base's."""
-        with torch._C._DisableTorchDispatch():
-            memory = _EMPTY(like.shape, like.stride(), dtype=like.dtype, device=_META)
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            memory = torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=_META
+            )
             if base is not None:
                 memory.set_(base.untyped_storage(), like.storage_offset(), like.shape, like.stride())
         device = like.fake_device
@@ -83,7 +85,6 @@ class KnownResults:
 
 
 _META = torch.device("meta")
-_EMPTY = torch.ops.aten.empty_strided.default
 
 
 class _Unknown(Exception):
@@ -100,10 +101,14 @@ def _key(func: OpOverload, args: Any, kwargs: Any) -> Any:
         return None
 
 
+def _is_plain(tensor: FakeTensor) -> bool:
+    return tensor.constant is None and tensor.layout is torch.strided
+
+
 def _known(value: Any) -> Any:
     kind = type(value)
     if kind is FakeTensor:
-        if value.constant is not None or value.layout is not torch.strided:
+        if not _is_plain(value):
             raise _Unknown
         place = value.shape, value.stride(), value.storage_offset(), value.untyped_storage().nbytes()
         flags = value.requires_grad, value.is_conj(), value.is_neg()
@@ -121,7 +126,7 @@ def _known(value: Any) -> Any:
 def _is_pure(func: OpOverload) -> bool:
     """Whether an operator of torch has one result, which depends on no values, and writes nothing."""
     kinds = [str(each.type) for each in (*schema(func).returns, *schema(func).arguments[:1])]
-    of_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+    of_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     is_simple = func.namespace in ("aten", "prims") and kinds == ["Tensor", "Tensor"]
     return is_simple and not is_mutable(func) and not of_values.intersection(func.tags)
 

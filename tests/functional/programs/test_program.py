@@ -135,3 +135,24 @@ def test_a_plan_says_where_gradients_stop() -> None:
     plan = shard(lambda x: x * x.sin().detach(), mesh, in_specs=(P("tp"),)).lower(torch.ones(4))
     (line,) = (line for line in str(plan).splitlines() if "= detach(" in line)
     assert "cut" in line
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_nothing_looks_for_garbage_while_a_graph_is_made(on: bool) -> None:
+    looks: list[bool] = []
+
+    def fn(x: torch.Tensor, fails: bool) -> torch.Tensor:
+        looks.append(gc.isenabled())
+        if fails:
+            raise ValueError
+        return x.sin()
+
+    before = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        trace(fn)(torch.ones(3), False)
+        with pytest.raises(ValueError):
+            trace(fn)(torch.ones(3), True)
+        assert looks == [False, False] and gc.isenabled() == on
+    finally:
+        (gc.enable if before else gc.disable)()
