@@ -52,7 +52,7 @@ class KnownResults:
         self.fakes = fakes
         self.results: dict[Any, tuple[FakeTensor, bool]] = {}
 
-    def run(self, func: OpOverload, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """The result of an operation, which is called if it is unknown, and a second tensor like it.
 
         Both have the same memory; there is no second one if the operation was called.
