@@ -28,9 +28,14 @@ _requires_grad = attrgetter("requires_grad")
 Outputs = tuple[list[torch.Tensor], tuple[Leaf, ...]]
 
 
-def call(lowered: LoweredFunction, parts: Tensors) -> Outputs:
-    """Run a lowered function on its input parts, under any transform; return output parts and leaves."""
-    parts = internals.resolved(parts, lowered.complex)
+def call(lowered: LoweredFunction, parts: Tensors, resolved: bool = False) -> Outputs:
+    """Run a lowered function on its input parts, under any transform; return output parts and leaves.
+
+    Args:
+        resolved: whether it is known that no part is conjugated or negated lazily.
+    """
+    if not resolved:
+        parts = internals.resolved(parts, lowered.complex)
     if internals.autocast_on():
         with internals.autocast_off():
             return _call(lowered, parts)

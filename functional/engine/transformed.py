@@ -143,7 +143,7 @@ class Transformed(Wrapper):
             parts = entry.parts(arguments, closures)
             if entry.donated:
                 parts = give_up(arguments.leaves, entry.donated, parts, entry.positions)
-            tensors, leaves = call(entry.lowered, parts)
+            tensors, leaves = call(entry.lowered, parts, arguments.resolved and not closures)
         except Exception as error:  # told to other ranks, and raised again
             for rewrite in _all_of(self.rewrites, arguments.leaves):
                 rewrite.failed(error)
@@ -222,6 +222,11 @@ class Transformed(Wrapper):
     ) -> tuple[CacheEntry, list[Any]]:
         """The entry for a call, traced if need be, and the closed-over values."""
         key = self._key(arguments)
+        newest = self._newest
+        if newest is not None and newest[0] is key and not (inspecting or self._inspected):
+            closures = newest[1].closures(self.fn, arguments)
+            if closures is not None:
+                return newest[1], stand_ins(closures)
         for entry in self._known(key):
             closures = entry.closures(self.fn, arguments)
             if closures is not None:

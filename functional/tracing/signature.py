@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -64,6 +65,7 @@ class Arguments:
         traced: indices of the operands among the leaves.
         placed: whether any operand is a placed object.
         plain: whether all leaves are tensors, and nothing else.
+        resolved: whether no leaf is conjugated or negated lazily, as far as is known.
     """
 
     key: Hashable
@@ -72,6 +74,7 @@ class Arguments:
     traced: Sequence[int]
     placed: bool
     plain: bool = False
+    resolved: bool = False
 
     @property
     def values(self) -> list[Any]:
@@ -88,23 +91,72 @@ _strides: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 
 @dataclass(frozen=True)
 class Known:
-    """Arguments of an earlier call, all tensors: later ones are compared with them in compiled code."""
+    """Arguments of an earlier call, all tensors: later ones are compared with them in compiled code.
+
+    Attributes:
+        structure: the tree structure of ``(args, kwargs)``.
+        key: of the call.
+        dicts: where dicts are in the tree; optree accepts other mappings with the same keys there.
+        check: whether leaves are like those of the call.
+        resolved: whether no leaf is conjugated or negated lazily.
+    """
 
     structure: optree.PyTreeSpec
     key: tuple[Any, ...]
+    dicts: _Dicts
     check: Callable[..., bool]
+    resolved: bool
 
     @classmethod
     def of(cls, arguments: Arguments) -> Known | None:
         """Those of a call; None if they cannot be compared so."""
-        check = internals.check_like(arguments.leaves) if arguments.plain else None
+        dicts = _dicts_in(arguments.structure) if arguments.plain else None
+        check = None if dicts is None else internals.check_like(arguments.leaves)
+        if dicts is None or check is None:
+            return None
         key: Any = arguments.key
-        return None if check is None else cls(arguments.structure, key, check)
+        resolved = not any(x.is_neg() or x.is_conj() for x in arguments.leaves)
+        return cls(arguments.structure, key, dicts, check, resolved)
 
-    def fits(self, structure: optree.PyTreeSpec, leaves: Sequence[Any]) -> bool:
-        """Whether a call with these leaves has the same key."""
-        same = structure == self.structure and self.check(*leaves)
-        return same and self.key[-1] == Settings.current()
+    def leaves_of(self, call: Any) -> list[Any] | None:
+        """The leaves of a call ``(args, kwargs)`` with the same key; None if it has a different one."""
+        try:
+            leaves = stand_ins(self.structure.flatten_up_to(call))
+        except (ValueError, TypeError):
+            return None
+        same = self.check(*leaves) and (not self.dicts or _are_dicts(self.dicts, call))
+        return leaves if same and self.key[-1] == Settings.current() else None
+
+
+# For each child of a node that is a dict or contains one: its index or key, whether it is a dict, and the
+# same for its children.
+_Dicts = Sequence[tuple[Any, bool, "_Dicts"]]
+
+
+def _dicts_in(structure: optree.PyTreeSpec) -> _Dicts | None:
+    """Where dicts are in a tree; None if what is compared for them says too little of other nodes."""
+    found: list[tuple[Any, bool, _Dicts]] = []
+    for key, child in zip(structure.entries(), structure.children(), strict=True):
+        if child.is_leaf():
+            continue
+        inner = _dicts_in(child)
+        if inner is None or child.type in (OrderedDict, defaultdict, deque):
+            return None
+        if inner or child.type is dict:
+            if not issubclass(structure.type or object, (tuple, list, dict)):
+                return None  # whose children are not its items
+            found.append((key, child.type is dict, inner))
+    return found
+
+
+def _are_dicts(dicts: _Dicts, node: Any) -> bool:
+    for key, is_dict, inner in dicts:
+        child = node[key]
+        if is_dict and type(child) is not dict:
+            return False
+        if inner and not _are_dicts(inner, child):
+            return False
+    return True
 
 
 def read(args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None = None) -> Arguments:
@@ -119,12 +171,13 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None = No
             names its path.
     """
     call: Any = (args, kwargs)
+    if known is not None and (same := known.leaves_of(call)) is not None:
+        every = range(len(same))
+        return Arguments(known.key, known.structure, same, every, False, True, known.resolved)
     leaves, structure = optree.tree_flatten(
         call, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
     )
     leaves = stand_ins(leaves)
-    if known is not None and known.fits(structure, leaves):
-        return Arguments(known.key, structure, leaves, range(len(leaves)), False, plain=True)
     if _PLAIN.issuperset(map(type, leaves)) and (facts := _of_plain(leaves)) is not None:
         plain = structure, *facts, Settings.current()
         return Arguments(plain, structure, leaves, range(len(leaves)), False, plain=True)
