@@ -166,10 +166,17 @@ def _tree(kinds: Sequence[str]) -> Any:
 def test_lazy_values_are_computed_whatever_was_known(
     lazy: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    f = jit(lambda x, y: x * 2 + y, backend="eager")
     z = torch.complex(X, X + 1)
-    value = lazy(z)
-    values = [value.resolve_conj().resolve_neg().clone(), value, value.clone(), value]
-    for x in values * 2:
-        for y in values:
-            torch.testing.assert_close(f(x, y), x * 2 + y)
+    computed = lazy(z).resolve_conj().resolve_neg()
+    for first in (lazy(z), computed.clone()):
+        f = jit(lambda x, y: (_bits(x), _bits(y)), backend="eager")
+        f(first, lazy(z))
+        values = [first, lazy(z), computed.clone(), lazy(z).clone()]
+        for x, y in itertools.product(values, values):
+            resolved = (v.resolve_conj().resolve_neg() for v in (x, y))
+            torch.testing.assert_close(f(x, y), tuple(map(_bits, resolved)))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a value, which a lazy one does not have yet."""
+    return x.view(torch.float32).view(torch.int32)
