@@ -8,6 +8,22 @@ markers (programs/markers.py) mark the values that enter and leave an iteration.
 program for one iteration of each loop; passes read it like any other, and count operations in a loop n
 times. For passes that cannot do this, it is unrolled (programs/unrolled.py).
 
+``repeat(lambda w, x: torch.tanh(x @ w), w, x)`` over 4 layers and its gradient, rolled; the operations that
+run 4 times are indented::
+
+        row   = row(w)                      the weights [3, 3] of this iteration, of w [4, 3, 3]
+        enter = enter(x)                    the carry as this iteration receives it, first x
+        mm    = mm(enter, row)
+        tanh  = tanh(mm)
+        again = again(tanh, enter)          the next iteration receives tanh
+    leave = leave(again)                    the carry of the last iteration
+    ...
+        enter_1 = enter(cotangent)          a second loop, in reverse order
+        back    = tanh_backward(enter_1, tanh)      tanh of the same row, which is saved
+        mm_1    = mm(t(enter), back)
+        again_1 = again(mm(back, t(row)), enter_1)
+    rows  = rows(mm_1, 4)                   the gradient of w: mm_1 of all iterations, stacked
+
 A Python loop over equal layers is found when a program is lowered: periods in the sequence of its
 operations (periods.py), layers whose operands come from the same places (equal_layers.py, layers.py), the
 same layers in a forward and its backward (alignment.py). recognised.py builds the rolled program.

@@ -3,6 +3,13 @@
 A backward may treat its first or last layer otherwise, such as one whose input has no gradient. The
 forward's loop then leaves that layer out, too: what a policy says of a value that a layer keeps for its
 own backward holds only if both are in loops, or neither.
+
+Four layers, of which the first takes an input without a gradient::
+
+    forward             f0  f1  f2  f3      all equal
+    backward            b3  b2  b1  b0      b0 lacks the product that is the input's gradient
+    found               loop(f0 f1 f2 f3)   loop(b3 b2 b1)  b0
+    aligned         f0  loop(f1 f2 f3)      loop(b3 b2 b1)  b0
 """
 
 from __future__ import annotations
