@@ -8,8 +8,8 @@ markers (programs/markers.py) mark the values that enter and leave an iteration.
 program for one iteration of each loop; passes read it like any other, and count operations in a loop n
 times. For passes that cannot do this, it is unrolled (programs/unrolled.py).
 
-``repeat(lambda w, x: torch.tanh(x @ w), w, x)`` over 4 layers and its gradient, rolled; the operations that
-run 4 times are indented::
+``repeat(lambda w, x: torch.tanh(x @ w), w, x)`` over 4 layers, and its gradient, rolled (operations that
+run 4 times are indented)::
 
         row   = row(w)                      the weights [3, 3] of this iteration, of w [4, 3, 3]
         enter = enter(x)                    the carry as this iteration receives it, first x
