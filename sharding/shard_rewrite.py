@@ -182,7 +182,9 @@ class Shard(Rewrite):
 
     def _plans(self, program: Program) -> bool:
         """Whether it is the outermost shard of the stack; the others only constrain values."""
-        return next((r for r in reversed(program.stack) if isinstance(r, Shard)), self) is self
+        outermost = next((r for r in reversed(program.stack) if isinstance(r, Shard)), self)
+        outermost.covers(self)  # raises an error if it is on a different mesh
+        return outermost is self
 
     def scheduled(self, program: Program) -> Program:
         """The program with its collectives scheduled and merged, in place."""

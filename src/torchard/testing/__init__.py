@@ -10,6 +10,29 @@
   hypothesis, which is imported when one of them is first used (``pip install 'torchard[hypothesis]'``).
   ``from torchard.testing import *`` leaves them out: ``from torchard.testing import strategies as ts``.
 - `RankPool`: ranks of gloo to run tests on; `torchard.testing.pytest_plugin` has fixtures.
+
+Files:
+
+- equal.py, differences.py, report.py: two functions agree: values, derivatives as functions of the same
+  arguments, and ways to call (``derived.py``). The roundings of ``fn`` count too if both sides of a law
+  are the user's, or if the reference rounds nothing.
+- calls.py: modules as functions; random draws that are the same in each call.
+- localize.py: where two functions first differ: the values of both runs (``observe.py``) are matched by
+  value, and the operations between matching values and differing results are reported.
+- varying.py: values of single ranks, inside of ``shard_map``: they are combined in every way that gives a
+  shape of the reference.
+- ranks.py: where the ranks of a job first differ: checksums of values that should be replicated.
+- rank_pool.py, pytest_plugin.py: ranks to run tests on; fixtures and a seed.
+- laws/: laws of one function, by ``equal``. ``derivatives.py`` compares forward mode, reverse mode and
+  finite differences: a cheap comparison accepts derivatives that agree to seven digits, and a careful one
+  with measured noise judges the others (``finite_differences.py``, ``noise.py``). Kinks inside of a
+  function are found by nudging intermediate values (``nudged``); derivatives at a kink are also compared
+  at nearby arguments.
+- surroundings.py: the objects that a function's code refers to, and which of them a call changes.
+- counts.py: collectives, kernels, residuals and traces.
+- strategies/: strategies for hypothesis, in the only folder that imports it. A program is drawn as Python
+  text; the same text runs and is printed. A generator, hypothesis's or Python's, makes all choices
+  (``pool.py``), simplest first, and each step is an element of a list that hypothesis can shorten.
 """
 
 import importlib

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchard import checkpoint, fuse, jit
 from torchard.functional.core.bounded import Recent
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.torch_internals.accessors import tensors
+from torchard.functional.torch_internals.accessors import fakes
 from torchard.kernels.execution import autotune as choice
 from torchard.kernels.patterns import pattern
 from torchard.kernels.terms import composites
@@ -110,7 +110,7 @@ def test_recent_forgets_the_least_recently_used() -> None:
 
 @pytest.mark.filterwarnings("ignore::torchard.RetraceWarning")
 def test_the_cache_of_fake_results_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "_MOST_CACHED", 100)
+    monkeypatch.setattr(fakes, "_MOST", 100)
     run = checkpoint(block)
     sizes = []
     for n in range(2, 12):
