@@ -43,13 +43,11 @@ def call(lowered: LoweredFunction, parts: Tensors, resolved: bool = False) -> Ou
 
 
 def _call(lowered: LoweredFunction, parts: Tensors) -> Outputs:
-    if not _fast():
-        return _call_any_levels(lowered, parts)
-    if internals.has_transforms():
-        return _call_level(lowered, parts)
-    if torch.is_grad_enabled() and any(map(_requires_grad, parts)):
-        return _call_plain(lowered, parts)
-    return lowered.run(parts), lowered.program.outputs
+    if not (internals.has_transforms() or internals.forward_ad_active()):
+        if torch.is_grad_enabled() and any(map(_requires_grad, parts)):
+            return _call_plain(lowered, parts)
+        return lowered.run(parts), lowered.program.outputs
+    return _call_level(lowered, parts) if _fast() else _call_any_levels(lowered, parts)
 
 
 def _call_plain(lowered: LoweredFunction, parts: Tensors) -> Outputs:

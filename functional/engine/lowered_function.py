@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -155,13 +156,13 @@ class LoweredFunction:
 
     # -- lowering -----------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def program(self) -> Program:
         """The forward program after all rewrites."""
         program: Program = self._once("program", lambda: self._rewritten(self.base))
         return program
 
-    @property
+    @cached_property
     def run(self) -> Callable[[Parts], list[torch.Tensor]]:
         """The forward program, bound to a callable on parts."""
         run: Callable[[Parts], list[torch.Tensor]] = self._once(

@@ -221,12 +221,13 @@ class Transformed(Wrapper):
         inspecting: bool = False,
     ) -> tuple[CacheEntry, list[Any]]:
         """The entry for a call, traced if need be, and the closed-over values."""
-        key = self._key(arguments)
         newest = self._newest
-        if newest is not None and newest[0] is key and not (inspecting or self._inspected):
+        usual = not (inspecting or self._inspected or self._reads_grad_mode or self._reads_autograd)
+        if usual and newest is not None and newest[0] is arguments.key:
             closures = newest[1].closures(self.fn, arguments)
             if closures is not None:
                 return newest[1], stand_ins(closures)
+        key = self._key(arguments)
         for entry in self._known(key):
             closures = entry.closures(self.fn, arguments)
             if closures is not None:

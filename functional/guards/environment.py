@@ -65,9 +65,12 @@ class Environment:
         read = [*map(_contents, self._cells)]
         for pick, owner in self._picks:
             read += pick(owner)
-        read += map(_call, self._gets)
-        read += map(type, self._typed)
-        read += chain.from_iterable(self._values)
+        if self._gets:
+            read += map(_call, self._gets)
+        if self._typed:
+            read += map(type, self._typed)
+        if self._values:
+            read += chain.from_iterable(self._values)
         return read
 
     def take_reads(self) -> ReadRecord:

@@ -57,9 +57,8 @@ GRAD, JVP, VMAP = (
 )
 
 
-def has_transforms() -> bool:
-    """Whether any functorch level is live."""
-    return torch._C._are_functorch_transforms_active()
+# Whether any functorch level is live.
+has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def level_kinds() -> list[Any]:

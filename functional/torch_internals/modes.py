@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import (
     BuiltinFunctionType,
     FrameType,
@@ -165,9 +165,8 @@ def dispatch_is_excluded() -> bool:
     return excluded
 
 
-def autocast_on() -> bool:
-    """Whether autocast is enabled for any device."""
-    return torch._C._is_any_autocast_enabled()
+# Whether autocast is enabled for any device.
+autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 @contextlib.contextmanager

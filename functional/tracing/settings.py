@@ -37,6 +37,13 @@ class Settings(NamedTuple):
             cast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
         return Settings(torch.get_default_dtype(), internals.default_device(), cast)
 
+    def are_current(self) -> bool:
+        """Whether these are the settings of now, in half the time of making those."""
+        if self.autocast or internals.autocast_on():
+            return self == Settings.current()
+        dtype, device = torch.get_default_dtype(), internals.default_device()
+        return self.dtype is dtype and self.device == device
+
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """A context with these settings: a backward has those of its own caller, or thread."""

@@ -96,6 +96,7 @@ class Known:
     Attributes:
         structure: the tree structure of ``(args, kwargs)``.
         key: of the call.
+        settings: torch's, the last item of the key.
         dicts: where dicts are in the tree; optree accepts other mappings with the same keys there.
         check: whether leaves are like those of the call.
         resolved: whether no leaf is conjugated or negated lazily.
@@ -103,6 +104,7 @@ class Known:
 
     structure: optree.PyTreeSpec
     key: tuple[Any, ...]
+    settings: Settings
     dicts: _Dicts
     check: Callable[..., bool]
     resolved: bool
@@ -116,7 +118,7 @@ class Known:
             return None
         key: Any = arguments.key
         resolved = not any(x.is_neg() or x.is_conj() for x in arguments.leaves)
-        return cls(arguments.structure, key, dicts, check, resolved)
+        return cls(arguments.structure, key, key[-1], dicts, check, resolved)
 
     def leaves_of(self, call: Any) -> list[Any] | None:
         """The leaves of a call ``(args, kwargs)`` with the same key; None if it has a different one."""
@@ -125,7 +127,7 @@ class Known:
         except (ValueError, TypeError):
             return None
         same = self.check(*leaves) and (not self.dicts or _are_dicts(self.dicts, call))
-        return leaves if same and self.key[-1] == Settings.current() else None
+        return leaves if same and self.settings.are_current() else None
 
 
 # For each child of a node that is a dict or contains one: its index or key, whether it is a dict, and the
