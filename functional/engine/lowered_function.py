@@ -18,7 +18,7 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.derivatives.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.execution.binding import bind
-from torchard.functional.loops.call import is_opaque
+from torchard.functional.loops.call import in_bodies, is_opaque
 from torchard.functional.loops.recognised import recognised
 from torchard.functional.loops.rolled import rolled, straight_line
 from torchard.functional.programs.graphs import without_garbage
@@ -85,6 +85,13 @@ def stack_of(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Rewrite, ..
             stack.append(other)
             requested += other.asks
     return tuple(stack)
+
+
+def _inlined(program: Program, rewrite: Rewrite) -> Program:
+    """The program after a rewrite inside of a trace; a default ``inline`` rewrites loops' bodies, too."""
+    if type(rewrite).inline is not Rewrite.inline:
+        return rewrite.inline(program)
+    return in_bodies(program, lambda part, _: rewrite.inline(part.copy()))
 
 
 def _without_dead_code(program: Program) -> Program:
@@ -176,7 +183,7 @@ class LoweredFunction:
         for rewrite in self.rewrites:
             if not all(one.reads_loops for one in rewrite.passes):
                 program = straight_line(program)
-            program = rewrite.inline(program)
+            program = _inlined(program, rewrite)
         return program
 
     def _bound(

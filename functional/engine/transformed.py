@@ -28,7 +28,7 @@ from torchard.functional.engine.lowered_function import stack_of
 from torchard.functional.engine.retraces import TraceRecord, retraced
 from torchard.functional.loops.call import is_opaque, loop_calls
 from torchard.functional.loops.rolled import rolled, straight_line
-from torchard.functional.programs.program import Program, Rewrite, ordered_passes
+from torchard.functional.programs.program import Pass, Program, Rewrite, ordered_passes
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.unrolled import unrolled, unrolled_for
 from torchard.functional.reports.lowered import Lowered
@@ -91,6 +91,8 @@ class Transformed(Wrapper):
                     f"Transformed({fn!r}, ...): {rewrite!r} is not a rewrite; derive its class from "
                     "torchard.transforms.Rewrite, or from ValueRewrite if it changes values."
                 )
+            if isinstance(rewrite, Rewrite):
+                _check_passes(rewrite)
         inner: tuple[AnyRewrite, ...] = ()
         if isinstance(fn, Transformed):
             inner = fn.rewrites
@@ -325,6 +327,15 @@ class Transformed(Wrapper):
         self._unrolls = unrolling is not None
         if unrolling is not None and unrolling.remedy:
             warnings.warn(unrolled_for(unrolling, loops[0]), UnrolledLoopWarning, 5)
+
+
+def _check_passes(rewrite: Rewrite) -> None:
+    passes: Any = rewrite.passes
+    if not isinstance(passes, tuple) or not all(isinstance(one, Pass) for one in passes):
+        raise TypeError(
+            f"{type(rewrite).__name__}.passes is {passes!r}, but must be a property that returns a "
+            "tuple: (Pass(stage, function), ...)."
+        )
 
 
 def _annotated(program: Program, rewrite: Rewrite) -> Program:

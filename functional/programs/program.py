@@ -239,7 +239,7 @@ def ordered_passes(stack: Iterable[Rewrite]) -> tuple[list[Pass], list[Pass]]:
     return passes[: len(passes) - len(late)], late
 
 
-class Rewrite(ABC):
+class Rewrite:
     """What a transform does: ``Program -> Program``. Hashable: it is part of every cache key.
 
     A rewrite preserves values up to rounding. Derivatives are those of the program before it, which is
@@ -252,8 +252,8 @@ class Rewrite(ABC):
 
     Attributes:
         stage: when ``__call__`` runs among the passes of a stack.
-        passes: what runs when: ``__call__`` at ``stage``, or several passes. If all of them read loops,
-            ``inline`` takes a program in which a loop is one node, whose body is a program.
+        passes: what runs when: ``__call__`` at ``stage``, or several passes, as a property. If all of
+            them read loops, an ``inline`` of its own takes programs in which a loop is one node.
         asks: further rewrites that must run in the same lowering.
         donate_argnums: positions of the arguments whose memory the call may take.
 
@@ -295,19 +295,24 @@ class Rewrite(ABC):
         """
         return program
 
-    @abstractmethod
     def __call__(self, program: Program) -> Program:
         """The rewritten program. A rewrite that places values also places the outputs that are FREE."""
+        raise TypeError(f"{type(self).__name__} has neither __call__ nor passes: define one of them.")
 
-    def failed(self, error: Exception) -> None:  # noqa: B027
+    def failed(self, error: Exception) -> None:
         """Called with the error of a call, which may have come before the program was run.
 
         Where a program runs in several processes, the others may wait for this one.
         """
 
     def inline(self, program: Program) -> Program:
-        """The rewritten program for replay inside an outer trace: still global and unplaced."""
-        return self(program)
+        """The rewritten program for replay inside an outer trace: still global and unplaced.
+
+        By default all passes run, on the bodies of loops too.
+        """
+        for one in sorted(self.passes, key=lambda one: one.stage):
+            program = one.run(program)
+        return program
 
     def covers(self, other: Rewrite) -> bool:
         """Whether this rewrite does what another one would, which then need not run."""

@@ -246,8 +246,15 @@ def applied(program: Program, passes: Iterable[Pass]) -> Program:
     """The program after passes; one that does not read loops receives it without them."""
     for one in passes:
         if not one.reads_loops and has_loops(program):
-            loops = {LOOP.of(node): None for node in program.calls if LOOP.on(node)}
-            which = ", ".join(f"{loop.name} × {loop.count}" for loop in loops)
-            program = replace(unrolled(program), unrolled=f"{which}, for {one.name}")
+            program = noted(program, one.name)
         program = one.run(program)
+        if not isinstance(program, Program):
+            raise TypeError(f"{one.name} returned {program!r}, and a pass must return a Program.")
     return program
+
+
+def noted(program: Program, why: str) -> Program:
+    """The program without loops, whose text says which it had, and for whom they were unrolled."""
+    loops = {LOOP.of(node): None for node in program.calls if LOOP.on(node)}
+    which = ", ".join(f"{loop.name} × {loop.count}" for loop in loops)
+    return replace(unrolled(program), unrolled=f"{which}, for {why}")

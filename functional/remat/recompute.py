@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchard.functional.programs.program import Pass, Program, Rewrite, Stage
 from torchard.functional.programs.tags import LOOP
-from torchard.functional.programs.unrolled import unrolled
+from torchard.functional.programs.unrolled import noted
 from torchard.functional.remat.budget import within_budget
 from torchard.functional.remat.policies import Budget
 from torchard.functional.remat.rematerialise import decisions, rematerialise
@@ -29,7 +29,7 @@ class Recompute(Rewrite):
 
     def __call__(self, program: Program) -> Program:
         if not _alike(program):
-            program = unrolled(program)
+            program = noted(program, "a policy that treats iterations differently")
         return rematerialise(*within_budget(program))
 
     def inline(self, program: Program) -> Program:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from torchard.functional.core.scope_frames import in_iteration
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.loops import handed_on, move_to_readers
 from torchard.functional.programs.markers import Loop
@@ -275,19 +276,20 @@ def _after_operands(node: fx.Node) -> None:
 
 
 def decide(node: fx.Node, policy: Policy) -> Decision:
-    """The decision of a policy on a value, by its label or the labels of its views."""
-    op, shapes, scope, labels = _facts(node)
-    return policy.over(op, shapes, scope, labels)
+    """The decision of a policy on a value, by its label or the labels of its views.
+
+    In a loop it is that of the first iteration, which all have.
+    """
+    return policy.over(*_facts(node))
 
 
 def decisions(node: fx.Node, policy: Policy, iterations: Iterable[int]) -> Iterator[Decision]:
     """The decisions of a policy on a value in some iterations of its loop."""
-    op, shapes, scope, labels = _facts(node)
-    return (policy.over(op, shapes, scope.replace("*", str(i), 1), labels) for i in iterations)
+    return (policy.over(*_facts(node, i)) for i in iterations)
 
 
-def _facts(node: fx.Node) -> tuple[str, Shapes, str, Sequence[str | None]]:
-    """What a policy is given: operation, shapes, scope, and labels."""
+def _facts(node: fx.Node, i: int = 0) -> tuple[str, Shapes, str, Sequence[str | None]]:
+    """The arguments of a policy: operation, shapes, scope (of an iteration), and labels."""
     whole = node.all_input_nodes[0] if node.target is operator.getitem else node
     op = op_name(node)
     if KERNEL.on(whole):
@@ -296,7 +298,8 @@ def _facts(node: fx.Node) -> tuple[str, Shapes, str, Sequence[str | None]]:
         op = COLLECTIVE_PREFIX + op.rpartition(".")[2]
     operands = tuple(tuple(VAL.of(n).shape) for n in whole.all_input_nodes if _is_tensor(n))
     shapes = Shapes(operands, tuple(VAL.of(node).shape) if _is_tensor(node) else ())
-    return op, shapes, SCOPE.get(node) or "", labels_of(node) or [None]
+    scope = SCOPE.get(node) or ""
+    return op, shapes, in_iteration(scope, i) if LOOP.on(node) else scope, labels_of(node) or [None]
 
 
 def _is_tensor(node: fx.Node) -> bool:

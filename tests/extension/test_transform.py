@@ -71,12 +71,7 @@ STACK: dict[str, Callable[[Fn], Fn]] = {
     "jit": lambda f: jit(f, backend="eager"),
     "quantize": quantize,
 }
-ORDERS = [
-    order
-    for size in (2, 3)
-    for order in permutations(STACK, size)
-    if "quantize" in order
-]
+ORDERS = [order for size in (2, 3) for order in permutations(STACK, size) if "quantize" in order]
 
 
 def full(value: Any) -> Any:
@@ -182,7 +177,9 @@ class Doubles(Rewrite):
             with program.graph.inserting_after(node):
                 twice = program.graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
             twice.meta.update(node.meta)
-            node.replace_all_uses_with(twice, delete_user_cb=lambda user, new=twice: user is not new)
+            node.replace_all_uses_with(
+                twice, delete_user_cb=lambda user, new=twice: user is not new
+            )
         return program
 
 
@@ -213,7 +210,6 @@ class Twice(Rewrite):
 
 def test_passes_of_one_rewrite_run_at_their_stages() -> None:
     """Whatever their order; the late ones see no dead code, and may change their graph."""
-
 
     class LeavesDeadCode(Rewrite):
         def __call__(self, program: Program) -> Program:
@@ -262,6 +258,63 @@ def test_a_pass_says_whether_it_reads_loops() -> None:
     )
     assert str(program).startswith("def layers:  # unrolled: <lambda> × 3, for partial\n")
     assert apart.seen[0][1].count("aten.mm") == 3
+
+
+class Sines(Rewrite):
+    """Sines become cosines, at two stages: those of the first operations, and all others."""
+
+    def __init__(self, reads_loops: bool) -> None:
+        self.reads_loops = reads_loops
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        first = Pass(Stage.MARK, lambda program: self.changed(program, 1), self.reads_loops)
+        return Pass(Stage.ORDER, lambda program: self.changed(program, 99), self.reads_loops), first
+
+    def changed(self, program: Program, most: int) -> Program:
+        program = program.copy()
+        for node in [node for node in program.calls if op_name(node) == "aten.sin"][:most]:
+            node.target = torch.ops.aten.cos.default
+        return program
+
+
+@pytest.mark.parametrize("reads_loops", [False, True])
+@pytest.mark.filterwarnings("ignore::torchard.UnrolledLoopWarning")
+def test_all_passes_run_inside_of_a_trace_on_bodies_of_loops_too(reads_loops: bool) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return repeat(lambda w, x: (w * x).sin(), torch.ones(3, dtype=F64), x.sin()).sin()
+
+    changed = Transformed(f, [Sines(reads_loops)])
+    want = T
+    for _ in range(5):
+        want = want.cos()
+    outer = jit(lambda x: changed(x) + 1, backend="eager")
+    for run in (changed, lambda x: outer(x) - 1, jit(changed, backend="eager")):
+        torch.testing.assert_close(run(T), want)
+    torch.testing.assert_close(outer(T) - 1, want)  # and the trace that is cached is as it was
+    names = [op_name(node) for node in outer.lower(T).calls]
+    assert "aten.sin" not in names
+    assert len([name for name in names if name == "aten.cos"]) == (3 if reads_loops else 5)
+
+
+def test_passes_that_are_none_are_refused() -> None:
+    class Method(Rewrite):
+        def passes(self) -> Any:  # type: ignore[override]
+            return (Pass(Stage.PLAN, self),)
+
+    class Forgets(Rewrite):
+        def __call__(self, program: Program) -> Program:
+            return None  # type: ignore[return-value]
+
+    class Nothing(Rewrite):
+        pass
+
+    with pytest.raises(TypeError, match="must be a property that returns a tuple:"):
+        Transformed(torch.sin, [Method()])
+    with pytest.raises(TypeError, match="returned None, and a pass must return a Program"):
+        Transformed(torch.sin, [Forgets()])(T)
+    with pytest.raises(TypeError, match="has neither __call__ nor passes"):
+        Transformed(torch.sin, [Nothing()])(T)
 
 
 def test_what_is_no_rewrite_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, vmap
 
-from torchard import Mesh, P, checkpoint, jit, name, place, policies, saved_residuals, scope, shard
+from torchard import (
+    Mesh,
+    P,
+    checkpoint,
+    jit,
+    name,
+    place,
+    policies,
+    repeat,
+    saved_residuals,
+    scope,
+    shard,
+)
 from torchard.functional.jit import _flat_module
 from torchard.functional.remat.barrier import insert_barriers
 from torchard.functional.remat.split import split
@@ -193,3 +206,39 @@ def test_a_gradient_keeps_what_is_donated() -> None:
 
     kept, given = (jit(fn, backend="eager", donate_argnums=n).lower_joint(X) for n in ((), 0))
     assert given.peak == kept.peak
+
+
+# -- policies that read the number of a layer ---------------------------------------------------------
+
+BY_NUMBER: dict[str, tuple[Callable[[str], bool], int]] = {
+    "one of them": (lambda scope: scope == "block/7", 1),
+    "the last": (lambda scope: scope == "block/99", 1),
+    "every number": (lambda scope: re.fullmatch(r"block/\d+", scope) is not None, 100),
+    "from a number on": (lambda scope: int(scope.removeprefix("block/") or 0) >= 60, 40),
+    "even numbers": (lambda scope: int(scope.removeprefix("block/") or 0) % 2 == 0, 50),
+}
+
+
+@pytest.mark.parametrize("which", BY_NUMBER)
+def test_a_policy_is_told_each_layer_s_number(which: str) -> None:
+    """By a recognised Python loop, and by `repeat`: products of 4 x 8 floats are saved in some layers."""
+    chosen, count = BY_NUMBER[which]
+
+    def block(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(torch.tanh(torch.tanh(x) @ w) * x.sin()).cos() * 0.1
+
+    def loop(ws: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for i, w in enumerate(ws):
+            with scope(f"block/{i}"):
+                x = block(w, x)
+        return x.square().mean()
+
+    def repeated(ws: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return repeat(block, ws, x).square().mean()
+
+    def policy(op: str, shapes: Any, scope: str, name: str | None) -> bool:
+        return op == "aten.mm" and chosen(scope)
+
+    ws, x = [torch.randn(8, 8) * 0.1 for _ in range(100)], torch.randn(4, 8)
+    for fn, given in ((loop, ws), (repeated, torch.stack(ws))):
+        assert saved_residuals(checkpoint(fn, policy=policy), given, x).bytes == count * 4 * 8 * 4
