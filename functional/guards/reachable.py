@@ -367,8 +367,9 @@ class Walk:
                 self.slots.keyed.append(held)
                 self.slots.pick(held, [key for key, _ in named], itemgetter)
                 tokens += [(key, self.token(item, f".{key}")) for key, item in named]
-                if "__match_args__" in self.code.names:
-                    self.meet(frozenset(held.get("__match_args__", ())))
+                matched = held.get("__match_args__")
+                if "__match_args__" in self.code.names and isinstance(matched, tuple):
+                    self.meet(frozenset(matched))
         if "__subclasses__" in self.code.names:
             self.slots.facts.append((cls.__subclasses__, cls.__subclasses__()))
             tokens += self._tokens(cls.__subclasses__())

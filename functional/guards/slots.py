@@ -37,7 +37,10 @@ def _base(mapping: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 def contents(values: Any) -> bytes:
     """The bytes of an array or a buffer; of a large one, their digest."""
-    held: bytes = values.tobytes() if isinstance(values, np.ndarray) else bytes(values)
+    if isinstance(values, np.ma.MaskedArray):  # whose own method changes it
+        held = np.ndarray.tobytes(values) + np.ma.getmaskarray(values).tobytes()
+    else:
+        held = values.tobytes() if isinstance(values, np.ndarray) else bytes(values)
     return held if len(held) <= _ARRAY_BYTES else hashlib.blake2b(held).digest()
 
 

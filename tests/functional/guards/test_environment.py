@@ -142,6 +142,38 @@ def odd_containers() -> Case:
     )
 
 
+class Described:
+    """A class whose ``__match_args__`` is a descriptor, as nanobind's are."""
+
+    __match_args__ = property(lambda self: ("scale",))
+    scale = 2.0
+
+
+def masked_arrays() -> Case:
+    """Of which one is numpy's constant, which refuses to be read by its own methods."""
+    values, described = np.ma.array([1.0, 2.0, 4.0], mask=[False, True, False]), Described()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        match described:
+            case Described():
+                x = x * described.scale
+        return x * float(values.sum()) if values is not np.ma.masked else x
+
+    constant = np.ma.masked
+
+    def of_constant(x: torch.Tensor) -> torch.Tensor:
+        return fn(x) + (1 if constant is np.ma.masked else 0)
+
+    return (
+        of_constant,
+        [
+            lambda: values.__setitem__(0, values[0] + 1),
+            lambda: values.__setitem__(2, np.ma.masked),
+            lambda: setattr(Described, "scale", Described.scale + 1),
+        ],
+    )
+
+
 def buffers() -> Case:
     """Small, large and of objects: their contents are part of a trace."""
     small, large, objects = np.ones(2), np.zeros(1 << 16), np.array([1.0, None], dtype=object)
@@ -368,6 +400,7 @@ CASES = [
     a_list,
     a_dict,
     odd_containers,
+    masked_arrays,
     buffers,
     a_cached_property,
     an_object,
