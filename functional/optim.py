@@ -299,7 +299,8 @@ def adamw(
         def step_leaf(
             p: Tensor, g: Tensor, factor: Any, m: Tensor, s: Tensor
         ) -> tuple[Tensor, Tensor, Tensor]:
-            m = torch.add(m, g - m, alpha=1 - b1)
+            # As torch's lerp: towards the end that is nearer, from which nothing is lost.
+            m = torch.add(m, g - m, alpha=1 - b1) if b1 > 0.5 else torch.sub(g, g - m, alpha=b1)
             s = torch.addcmul(b2 * s, g, g, value=1 - b2)
             root = s.sqrt() / root_of_correction + eps
             decayed = (p * factor).to(p.dtype)

@@ -55,8 +55,10 @@ def give_up(
             elif _may_empty(leaf) and not (followed and leaf.requires_grad):
                 # Not detach(): that makes a view of the leaf, and may be what the program returns.
                 parts[positions[i]] = internals.in_memory_of(leaf, leaf.shape, leaf.stride(), 0)
-                # This tensor's hold on the storage is dropped only: other views of it stay valid.
-                leaf.set_()
+                # Only this tensor's hold on the storage is dropped: other views of it stay valid. DLPack
+                # exports the tensor itself: then it keeps its storage, so that results are not put there.
+                if internals.tensor_uses(leaf) == 1:
+                    leaf.set_()
                 leaf.__class__ = Donated
     return parts
 

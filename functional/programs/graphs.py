@@ -28,20 +28,25 @@ __all__ = [
 ]
 
 
+_RARELY = 200_000  # new objects, after which Python looks for garbage among them
+
+
 @contextlib.contextmanager
 def without_garbage() -> Iterator[None]:
-    """A context that makes graphs, in which Python does not look for garbage.
+    """A context that makes graphs, in which Python rarely looks for garbage.
 
     Graphs are many small objects that live on. Looking through all of them again and again took a quarter
-    of the time of traces and plans. Cycles that are made meanwhile are collected later.
+    of the time of traces and plans. The collector remains on, since that is for the user and for other
+    threads to decide; a threshold that they set meanwhile remains, too.
     """
-    looks = gc.isenabled()
-    gc.disable()
+    before = gc.get_threshold()
+    if 0 < before[0] < _RARELY:
+        gc.set_threshold(_RARELY, *before[1:])
     try:
         yield
     finally:
-        if looks:
-            gc.enable()
+        if gc.get_threshold() == (_RARELY, *before[1:]):
+            gc.set_threshold(*before)
 
 
 def add_call(

@@ -4,7 +4,7 @@ Some read values, but only to validate them. ``embedding_bag`` has a kernel for 
 nobody can split or slice; bags that are rows of a matrix are lookups and a sum. ``rms_norm`` has a kernel
 on CUDA devices only: programs are to be the same on all. Under vmap, torch adds offsets to the indices of
 mapped tables, after which no index belongs to its example, and runs ``index_add`` example by example;
-indexing keeps examples together.
+selecting and scattering rows keep examples together.
 
 A replacement runs as the user's own code would, so that its ``detach`` stops gradients. It returns
 NotImplemented for calls that it leaves to torch.
@@ -151,42 +151,74 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """F.embedding; a table that vmap maps is indexed."""
-    fits = weight.ndim == 2 and input.dtype in (torch.int32, torch.int64)
-    if not fits or not batch_dims(weight) or max_norm is not None or scale_grad_by_freq or sparse:
+    """F.embedding; rows of a table that vmap maps are selected."""
+    special = padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
+    if special or not _are_tensors(input, weight) or not batch_dims(weight) or weight.ndim != 2:
         return NotImplemented
-    rows = weight[input]
-    if padding_idx is None:
-        return rows
-    padding = input == padding_idx % weight.shape[0]
-    return torch.where(padding[..., None], rows.detach(), rows)
+    fits = input.dtype in (torch.int32, torch.int64) and weight.dtype in _SCATTERED
+    if not (fits and input.numel() and weight.shape[0]):
+        return NotImplemented
+    rows = input.long().reshape(-1, 1).expand(-1, weight.shape[1])
+    return weight.gather(0, rows).reshape(*input.shape, weight.shape[1])
 
 
 def _index_add(
-    input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
+    input: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    alpha: Any = 1,
+    **out: torch.Tensor,
 ) -> Any:
-    """torch.index_add; of what vmap maps, by an index that keeps examples together."""
-    if not _adds_by_example(input, index, source):
+    """torch.index_add; of what vmap maps, by an operation that keeps examples together."""
+    if out or not _adds_by_example(input, dim, index, source, alpha):
         return NotImplemented
-    terms = source if alpha == 1 else source * alpha
-    rows, terms = input.movedim(dim, 0), terms.movedim(dim, 0)
-    return rows.index_put((index,), terms, accumulate=True).movedim(0, dim)
+    return input.scatter_add(dim, *_scattered(dim, index, source, alpha))
 
 
 def _index_add_(
     self: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
 ) -> Any:
     """Tensor.index_add_, like `_index_add`."""
-    if not _adds_by_example(self, index, source):
+    if not _adds_by_example(self, dim, index, source, alpha):
         return NotImplemented
+    return self.scatter_add_(dim, *_scattered(dim, index, source, alpha))
+
+
+def _scattered(
+    dim: int, index: torch.Tensor, source: torch.Tensor, alpha: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An index for every element, and the elements."""
+    along = [1] * source.ndim
+    along[dim] = -1
     terms = source if alpha == 1 else source * alpha
-    self.movedim(dim, 0).index_put_((index,), terms.movedim(dim, 0), accumulate=True)
-    return self
+    return index.long().reshape(along).expand(source.shape), terms
 
 
-def _adds_by_example(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> bool:
-    fits = x.ndim > 0 and source.ndim == x.ndim and index.ndim == 1 and source.dtype == x.dtype
-    return fits and any(map(batch_dims, (x, index, source)))
+# In others, torch adds in a wider dtype than it scatters in.
+_SCATTERED = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int32, torch.int64)
+
+
+def _adds_by_example(x: Any, dim: int, index: Any, source: Any, alpha: Any) -> bool:
+    """Whether torch takes these, and some of them are mapped."""
+    if not _are_tensors(x, index, source) or not any(map(batch_dims, (x, index, source))):
+        return False
+    if not (0 < x.ndim == source.ndim and index.ndim == 1 and -x.ndim <= dim < x.ndim):
+        return False
+    rest = [d for d in range(x.ndim) if d != dim % x.ndim]
+    return (
+        x.dtype == source.dtype
+        and x.dtype in _SCATTERED
+        and index.dtype in (torch.int32, torch.int64)
+        and source.shape[dim] == index.shape[0] > 0
+        and all(x.shape[d] == source.shape[d] for d in rest)
+        and (type(alpha) is int or (type(alpha) is float and x.dtype.is_floating_point))
+    )
+
+
+def _are_tensors(*values: Any) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
 
 
 def _ids_in_rows(ids: torch.Tensor) -> bool:

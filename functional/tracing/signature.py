@@ -133,6 +133,8 @@ class Known:
 # For each child of a node that is a dict or contains one: its index or key, whether it is a dict, and the
 # same for its children.
 _Dicts = Sequence[tuple[Any, bool, "_Dicts"]]
+_Kind = optree.PyTreeKind
+_INDEXED = frozenset((_Kind.TUPLE, _Kind.LIST, _Kind.DICT, _Kind.NAMEDTUPLE))
 
 
 def _dicts_in(structure: optree.PyTreeSpec) -> _Dicts | None:
@@ -145,8 +147,8 @@ def _dicts_in(structure: optree.PyTreeSpec) -> _Dicts | None:
         if inner is None or child.type in (OrderedDict, defaultdict, deque):
             return None
         if inner or child.type is dict:
-            if not issubclass(structure.type or object, (tuple, list, dict)):
-                return None  # whose children are not its items
+            if structure.kind not in _INDEXED:
+                return None  # whose children may not be its items
             found.append((key, child.type is dict, inner))
     return found
 

@@ -182,7 +182,10 @@ SCHEDULES = {
     "tensor": (lambda: torch.tensor(0.03, dtype=torch.float64), lambda t: 0.03),
     "inverse": (lambda: lambda step: 0.03 / (step + 1), lambda t: 0.03 / (t + 1)),
     "halved": (lambda: lambda step: 0.03 * 0.7 ** (step // 2), lambda t: 0.03 * 0.7 ** (t // 2)),
-    "root": (lambda: lambda step: 0.03 / (1 + step / 3).sqrt(), lambda t: 0.03 / (1 + t / 3) ** 0.5),
+    "root": (
+        lambda: lambda step: 0.03 / (1 + step / 3).sqrt(),
+        lambda t: 0.03 / (1 + t / 3) ** 0.5,
+    ),
     "cosine": (lambda: warmup_cosine(0.03, 7, 3, 1e-3), lambda t: cosine(t, 0.03, 7, 3, 1e-3)),
     "decay only": (lambda: warmup_cosine(0.03, 9), lambda t: cosine(t, 0.03, 9, 0, 0.0)),
 }
@@ -253,7 +256,9 @@ def test_steps_are_those_of_pythons_floats(optimiser, schedule, decay, dtype):
     for got, row in zip(tree.leaves(params), wanted, strict=True):
         assert got.dtype == dtype
         expected = torch.tensor([x for x, _ in row], dtype=torch.float64).reshape(got.shape)
-        assert (got.double() - expected).abs().max() <= ROUNDING[dtype] * expected.abs().max().clamp(1)
+        assert (got.double() - expected).abs().max() <= ROUNDING[
+            dtype
+        ] * expected.abs().max().clamp(1)
 
 
 @pytest.mark.parametrize(
@@ -281,3 +286,17 @@ def test_weight_decay_that_is_no_prefix_says_where(make):
     ours = make(0.1, weight_decay={"w": 0.1})
     with pytest.raises(ValueError, match=r"weight_decay is not a prefix of the parameters.*rest"):
         ours.update(params, ours.init(params), params)
+
+
+@pytest.mark.parametrize("b1", [0.0, 0.3, 0.5, 0.6])
+def test_a_mean_that_forgets_keeps_small_gradients_after_large_ones(b1: float) -> None:
+    init, update = adamw(0.1, b1=b1, b2=0.0, weight_decay=0.0)
+    ours = torch.ones(2)
+    theirs = torch.ones(2, requires_grad=True)
+    state, rival = init(ours), torch.optim.AdamW([theirs], lr=0.1, betas=(b1, 0.0), weight_decay=0)
+    for size in (1e4, 1e-4):
+        gradient = torch.full((2,), size)
+        ours, state = update(gradient, state, ours)
+        theirs.grad = gradient.clone()
+        rival.step()
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "storage_id",
     "storage_number",
     "storage_uses",
+    "tensor_uses",
     "unseen_storage_id",
     "valueless",
     "version",
@@ -70,6 +71,11 @@ def check_like(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
 _Guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _Guards = getattr(_Guards, "TensorGuards", None)
+
+
+# How many references there are to a tensor itself, from Python (one), C++ and DLPack; not public.
+require(torch.Tensor, "_use_count")
+tensor_uses: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 
 
 def is_view(tensor: torch.Tensor) -> bool:

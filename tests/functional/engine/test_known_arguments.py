@@ -32,8 +32,15 @@ class Fields:
     y: Any = field(metadata={"static": True})
 
 
-class Subclass(dict[Any, Any]):
-    """A mapping that is no node of a tree."""
+class Registered(dict[Any, Any]):
+    """A mapping that is a node by functions of the user's, which say nothing of its keys."""
+
+
+tree.register(
+    Registered,
+    lambda d: (list(d.values()), tuple(d)),
+    lambda keys, xs: Registered(zip(keys, xs, strict=True)),
+)
 
 
 X = torch.arange(6.0).view(2, 3)
@@ -128,6 +135,8 @@ CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
     "fields, another": lambda x, y: Fields((x, y), 2),
     "fields of a dict": lambda x, y: Fields({"x": x, "y": y}, 1),
     "fields of an OrderedDict": lambda x, y: Fields(OrderedDict(x=x, y=y), 1),
+    "registered": lambda x, y: Registered(x={"a": x}, y={"b": y}),
+    "registered, of two": lambda x, y: Registered(x=x, y=y),
     "deeper": lambda x, y: ((x,), [y]),
     "longer": lambda x, y: [x, y, y + 1],
 }

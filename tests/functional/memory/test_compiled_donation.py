@@ -34,7 +34,9 @@ def update(w: Tensor, g: Tensor) -> Tensor:
 
 
 def weight(*shape: int) -> Tensor:
-    return torch.arange(float(torch.Size(shape).numel())).reshape(shape).clone()  # no view of another
+    return (
+        torch.arange(float(torch.Size(shape).numel())).reshape(shape).clone()
+    )  # no view of another
 
 
 # -- where results are ------------------------------------------------------------------------------
@@ -113,7 +115,11 @@ def test_arguments_in_one_memory() -> None:
     for _ in range(3):
         for run in (both, one):
             plain = jit(run.fn)
-            for make in (lambda w: (w[:2], w[1:]), lambda w: (w[:2], w[2:]), lambda w: (w[2:], w[:2])):
+            for make in (
+                lambda w: (w[:2], w[1:]),
+                lambda w: (w[:2], w[2:]),
+                lambda w: (w[2:], w[:2]),
+            ):
                 assert same(run(*make(weight(4, 4))), plain(*make(weight(4, 4))))
 
 
@@ -121,7 +127,9 @@ def test_elements_that_share_memory() -> None:
     """No result has their layout, and a copy has another: none is made, whatever holds them."""
     run, g = donating(update), torch.ones(2, 2)
     for held in (False, True, False, True, False):
-        w = torch.empty(0).set_(weight(4).untyped_storage(), 0, (2, 2), (1, 1))  # of the size of four
+        w = torch.empty(0).set_(
+            weight(4).untyped_storage(), 0, (2, 2), (1, 1)
+        )  # of the size of four
         _view = w[0] if held else None
         assert torch.equal(run(w, g), update(torch.tensor([[0.0, 1.0], [1.0, 2.0]]), g))
 
@@ -258,3 +266,23 @@ for numbers in ((), 0, 1, (0, 1), 0):
 print(*(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("miss", "hit", "bypass")))
 """
     assert last_lines(code, tmp_path) == ["4 1 0", "0 5 0"]
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"backend": "eager"}, {"backend": "eager", "memory": "planned"}], ids=str
+)
+@pytest.mark.parametrize("export", [torch.from_dlpack, torch.Tensor.__dlpack__, torch.Tensor.numpy])
+def test_memory_that_was_exported_is_not_written(how: dict[str, Any], export: Any) -> None:
+    """DLPack exports the tensor itself: its storage has no further owner."""
+    step = jit(lambda x: x * 2 + 1, donate_argnums=0, **how)
+    for _ in range(3):
+        x = torch.full((1 << 12,), 3.0)
+        held = export(x)
+        step(x)
+        others = [torch.full((1 << 12,), 9.0) for _ in range(3)]
+        seen = (
+            torch.from_dlpack(held) if export is torch.Tensor.__dlpack__ else torch.as_tensor(held)
+        )
+        assert torch.equal(seen, torch.full((1 << 12,), 3.0)), others
+        with pytest.raises(DonatedError):
+            x + 1

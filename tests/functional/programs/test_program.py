@@ -138,21 +138,26 @@ def test_a_plan_says_where_gradients_stop() -> None:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_nothing_looks_for_garbage_while_a_graph_is_made(on: bool) -> None:
-    looks: list[bool] = []
+def test_garbage_is_rarely_looked_for_while_a_graph_is_made(on: bool) -> None:
+    """Whether at all is for the user to say, also meanwhile; so is the threshold."""
+    seen: list[Any] = []
 
-    def fn(x: torch.Tensor, fails: bool) -> torch.Tensor:
-        looks.append(gc.isenabled())
-        if fails:
-            raise ValueError
+    def fn(x: torch.Tensor, what: Any) -> torch.Tensor:
+        seen.append((gc.isenabled(), gc.get_threshold()[0] > before[0]))
+        what()
         return x.sin()
 
-    before = gc.isenabled()
+    before, was = gc.get_threshold(), gc.isenabled()
     (gc.enable if on else gc.disable)()
     try:
-        trace(fn)(torch.ones(3), False)
-        with pytest.raises(ValueError):
-            trace(fn)(torch.ones(3), True)
-        assert looks == [False, False] and gc.isenabled() == on
+        trace(fn)(torch.ones(3), list)
+        with pytest.raises(ZeroDivisionError):
+            trace(fn)(torch.ones(3), lambda: 1 / 0)
+        assert seen == [(on, True)] * 2 and gc.isenabled() == on and gc.get_threshold() == before
+        trace(fn)(torch.ones(3), gc.disable if on else gc.enable)
+        assert gc.isenabled() != on
+        trace(fn)(torch.ones(3), lambda: gc.set_threshold(500, 5, 5))
+        assert gc.get_threshold() == (500, 5, 5)
     finally:
-        (gc.enable if before else gc.disable)()
+        gc.set_threshold(*before)
+        (gc.enable if was else gc.disable)()
