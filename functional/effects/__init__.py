@@ -5,8 +5,8 @@ A view is a *step* from its base (`aliases.py`). `writes.py` walks the recorded 
 calls the operation's functional counterpart, found by its schema (`mutation.py`), and computes the root's
 new value by the inverses of the steps (`scatters.py`); a view that is read after a write is recomputed.
 ``as_strided`` is replaced by equal slices, diagonals and permutations, or by an index. Nothing is
-retraced, so nodes keep their tags, and a ``detach`` (tagged ``cut``) remains one. An operation that still
-writes after that is refused, with its source line.
+retraced, so nodes keep their tags, and a ``detach`` (tagged ``cut``) remains one. If an operation
+still writes after that, ``tracing/purify.py`` refuses it, with its source line.
 
 A graph does not determine everything that autograd would do: gradients may be switched off, and there are
 autograd.Functions, ``detach_``, writes through a detached alias, and writes that autograd refuses. In
