@@ -10,13 +10,12 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.arguments import checked
-from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.effects.unused_results import declare_pure
 from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.decompositions.functional_forms import DECOMPOSITIONS, Checked
 from torchard.sharding.layouts.factors import RuleError
-from torchard.sharding.rule_check import close, random_like, tensors_of
+from torchard.sharding.rule_check import check_overloads, close, random_like, tensors_of
 
 __all__ = ["register_decomposition"]
 
@@ -62,12 +61,7 @@ def register_decomposition(*targets: Any, fn: Callable[..., Any]) -> None:
     >>> [(c.kind, c.shape) for c in run.lower(x).collectives]    # sums of rows, and no values
     [('all_reduce', (2, 1))]
     """
-    for target in targets:
-        if not isinstance(target, internals.OpOverload):
-            raise TypeError(
-                f"register_decomposition({target!r}): pass overloads of operators, such as "
-                "torch.ops.mine.norm.default."
-            )
+    check_overloads("register_decomposition", targets)
     check = _Check(fn)
     for target in targets:
         declare_pure(target)
@@ -106,16 +100,22 @@ class _Check:
         if len(have) != len(want) or not all(close(*pair, _ROUNDINGS, 1e-30) for pair in pairs):
             raise RuleError(
                 f"the decomposition of {node.target} is wrong: on random tensors of shapes "
-                f"{[list(x.shape) for x in operands]} it returns {_kinds(have)} instead of "
-                f"{_kinds(want)}{_apart(have, want)}. It must compute the same as the operation."
+                f"{[list(x.shape) for x in operands]} {_difference(have, want)}. It must compute the "
+                "same as the operation."
             )
+
+
+def _difference(have: list[torch.Tensor], want: list[torch.Tensor]) -> str:
+    """What differs: the dtypes and shapes; or, if these agree, the values."""
+    if _kinds(have) != _kinds(want):
+        return f"it returns {_kinds(have)} instead of {_kinds(want)}"
+    gaps = [
+        float((x.to(torch.complex128) - y.to(torch.complex128)).abs().max())
+        for x, y in zip(have, want, strict=True)
+        if x.numel()
+    ]
+    return f"its values differ by up to {max(gaps):.2e}"
 
 
 def _kinds(values: list[torch.Tensor]) -> str:
     return ", ".join(f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in values)
-
-
-def _apart(have: list[torch.Tensor], want: list[torch.Tensor]) -> str:
-    same = [(x, y) for x, y in zip(have, want, strict=False) if x.shape == y.shape]
-    apart = [float((x.double() - y.double()).abs().max()) for x, y in same if is_inexact(x) and x.numel()]
-    return f", with differences of up to {max(apart):.2e}" if apart else ""

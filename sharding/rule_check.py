@@ -81,9 +81,11 @@ def register_rule(
             operands.
         alias: whether the operation is a bijective view.
 
-    Raises (when the rule is first used):
-        RuleError: the text is not a rule, or does not fit the shapes (the message points at the
-            position); or the operation, split by the rule, gives different results (it names the factor).
+    Raises:
+        TypeError: a target is not an overload, such as ``torch.ops.mine.norm.default``.
+        RuleError: (when it is first used) the text is not a rule, or does not fit the shapes (the
+            message points at the position); or the operation, split by the rule, gives different results
+            (it names the factor).
 
     >>> import torch, torchard as ta
     >>> @torch.library.custom_op("docs::scaled_mm", mutates_args=())
@@ -103,6 +105,7 @@ def register_rule(
     >>> [c.kind for c in run.lower(a, b).collectives]            # k is split: one sum over ranks
     ['all_reduce']
     """
+    check_overloads("register_rule", targets)
     known: set[Any] = set()
 
     def check(call: Call, rule: Rule) -> None:
@@ -119,6 +122,16 @@ def register_rule(
     for target in targets:
         declare_pure(target)
     registry.register_rule(*targets, text=text, emit=emit, alias=alias, check=check)
+
+
+def check_overloads(caller: str, targets: Sequence[Any]) -> None:
+    """Refuse targets that no node of a program has: packets of overloads, custom ops, names."""
+    for target in targets:
+        if not isinstance(target, internals.OpOverload):
+            raise TypeError(
+                f"{caller}({target!r}): pass overloads of operators, such as "
+                "torch.ops.mine.norm.default."
+            )
 
 
 def check_rule(call: Call, rule: Rule) -> None:

@@ -78,13 +78,13 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
     operands = Call.of(node).operands
     if node.target not in _OF_SEVERAL and any(0 in VAL.of(o).shape for o in operands):
         return []  # empty: nothing to gather, and there is no maximum
+    entry = DECOMPOSITIONS.get(node.target)
+    if isinstance(entry, Checked):
+        entry.check(node)
     ways = _decompositions(node.target, parts)
     traced = next((t for way in ways if (t := _trace(way, node, operands)) is not None), None)
     if traced is None:
         return []
-    entry = DECOMPOSITIONS.get(node.target)
-    if isinstance(entry, Checked):
-        entry.check(node)
     with graph.inserting_before(node):
         pieces, outputs = _inline(graph, traced, operands, node)
     _replace(graph, node, outputs)

@@ -51,10 +51,23 @@ def of_a_sum(x: torch.Tensor) -> torch.Tensor:
 def test_one_that_is_wrong_is_refused(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
     op = operator_of(f"centered_{wrong.__name__}")
     register_decomposition(op, fn=wrong)
-    with pytest.raises(RuleError, match=r"is wrong: on random tensors of shapes \[\[4, 6\]\] .* up to"):
+    with pytest.raises(RuleError, match=r"of shapes \[\[4, 6\]\] its values differ by up to \d"):
         shard(lambda x: op(x), MESH).lower(place(torch.ones(4, 6), MESH, P(None, "x")))
 
 
-def test_what_is_no_overload_is_refused() -> None:
-    with pytest.raises(TypeError, match="pass overloads of operators"):
-        register_decomposition(torch.sin, fn=torch.sin)
+def test_results_of_another_dtype_are_named() -> None:
+    op = operator_of("centered_in_double")
+    register_decomposition(op, fn=lambda x: centered(x).double())
+    with pytest.raises(RuleError, match=r"returns float64\[4, 6\] instead of float32\[4, 6\]\. It"):
+        shard(lambda x: op(x), MESH).lower(place(torch.ones(4, 6), MESH, P(None, "x")))
+
+
+@pytest.mark.parametrize("register", [
+    lambda op: register_decomposition(op, fn=centered),
+    lambda op: register_rule(op, text="... d -> ... d | whole d"),
+])
+def test_what_is_no_overload_is_refused(register: Callable[[Any], None]) -> None:
+    op = torch.library.custom_op("torchard_extension::centered_op", centered, mutates_args=())
+    for target in (op, torch.ops.torchard_extension.centered_op, "centered_op", torch.sin):
+        with pytest.raises(TypeError, match="pass overloads of operators, such as torch.ops.mine"):
+            register(target)

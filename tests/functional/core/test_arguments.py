@@ -180,7 +180,8 @@ CASES: dict[str, Case] = {
     "any_of": Case(lambda functions: ta.any_of(double, functions), functions=double),
     "register_kernel": Case(ta.register_kernel, kernel=None),
     "register_rule": Case(
-        lambda **given: ta.register_rule(object(), **given), text="i -> i", emit=None, alias=False
+        lambda **given: ta.register_rule(torch.ops.aten.special_airy_ai.default, **given),
+        text="... -> ...", emit=None, alias=False,
     ),
     "register_decomposition": Case(
         lambda **given: ta.register_decomposition(torch.ops.aten.special_airy_ai.default, **given),
