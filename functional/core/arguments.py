@@ -327,7 +327,8 @@ def _wanted_inside(origin: Any, inner: tuple[Any, ...]) -> str:
         return f"a dict (each value {_wanted(inner[1])})"
     if origin is tuple and inner[-1:] != (Ellipsis,):
         return f"a pair ({', '.join(map(_wanted, inner))})"
-    return f"a list or tuple (each item {_wanted(inner[0])})"
+    kind = "a tuple" if origin is tuple else "a list or tuple"
+    return f"{kind} (each item {_wanted(inner[0])})"
 
 
 def nearest(name: str, names: Sequence[str], count: int = 8) -> list[str]:

@@ -402,6 +402,7 @@ def test_wrong_arguments_are_refused_by_name(
         (lambda: ta.fuse(double, KERNEL, KERNEL), "and the Kernel 'twice', which already has references"),
         (lambda: ta.fuse(double, KERNEL, name="b"), "dataclasses.replace(kernel, name='b')"),
         (lambda: ta.Schedule(prefetch=1.5), "prefetch is 1.5"),
+        (lambda: ta.PipelineSchedule([[]]), "(a list), but ranks must be a tuple (each item a tuple"),
         (lambda: ta.ShapeDtype((2, -1)), "sizes must not be negative"),
         (lambda: ta.checkpoint(), "checkpoint takes a function and returns one: call checkpoint(fn, ..."),
         (lambda: ta.jit(double, X, X), "jit: too many positional arguments. jit takes a function"),
