@@ -54,7 +54,7 @@ def pipeline(
         microbatches: the number of slices of the batch.
         batch: which dim of which arguments is the batch, as for `accumulate`.
         schedule: "gpipe", "1f1b", "interleaved" (two chunks of layers on each rank), "zb-h1", "zb-v"
-            (two chunks), or a list of tasks for each rank.
+            (two chunks), or a `PipelineSchedule`.
 
     Returns:
         A function that computes the same as ``fn``.
