@@ -52,7 +52,7 @@ class Kernel:
         shared_storage: results of an implementation may be views of one buffer.
 
     Raises:
-        PatternError: ``dims`` and ``references`` do not agree.
+        PatternError (when it is first searched for): ``dims`` and ``references`` do not agree.
 
     >>> import torch, torchard as ta
     >>> def biased_relu(x, b):

@@ -23,6 +23,7 @@ from torchard.functional.core.bounded import Recent
 from torchard.functional.core.errors import PatternError
 from torchard.functional.core.outputs import tensors_of
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.trace import trace
 from torchard.functional.tracing.signature import ShapeDtype
@@ -144,7 +145,8 @@ class Pattern:
             weights.
 
     Raises:
-        PatternError: ``fn`` takes no tensor, or cannot be traced.
+        PatternError: ``fn`` takes no tensor. When it is first searched for: it cannot be traced, or does
+            not return the dims of the outputs.
 
     >>> import torch, torchard as ta
     >>> def norm(x, w, eps=...):
@@ -219,6 +221,8 @@ class Pattern:
                 f"the pattern {self.name} reads a tensor that is not an argument of it: make it a "
                 "parameter, or compute with a number."
             )
+        if self.dims is not None:
+            self.dims.check_results([tuple(VAL.of(n).shape) for n in program.results], self.name)
         alternatives = [
             Alternative(self, taken, specs)
             for taken in itertools.product(*map(range, choices.counts))

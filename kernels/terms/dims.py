@@ -71,6 +71,21 @@ class Dims:
         sizes = dict(zip(names, _SIZES, strict=False)) | {"...": _ELLIPSIS}
         return [tuple(int(n) if n.isdigit() else sizes[n] for n in dims) for dims in self.inputs]
 
+    def check_results(self, shapes: Sequence[Shape], name: str) -> None:
+        """Check the shapes that a pattern returns for inputs of the example shapes.
+
+        Raises:
+            PatternError: the outputs have other dims.
+        """
+        ins = self.example()
+        names = Dims(self.text, (*self.inputs, *self.outputs), (), self.dtypes)
+        if len(shapes) != len(self.outputs) or names._sizes([*ins, *shapes]) is None:
+            raise PatternError(
+                f"the dims {self.text!r} do not fit the pattern {name}: for inputs of shapes "
+                f"{', '.join(str(list(s)) for s in ins)} it returns "
+                f"{', '.join(str(list(s)) for s in shapes) or 'nothing'}."
+            )
+
     def fit(self, shapes: Sequence[Sequence[int] | None]) -> bool:
         """Whether inputs can have these shapes; None is an unknown shape."""
         return self._sizes(shapes) is not None

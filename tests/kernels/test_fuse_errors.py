@@ -125,6 +125,14 @@ def test_compilers_and_patterns() -> None:
         register_kernel(Kernel("bias_gelu", (biased_gelu,)))
 
 
+@pytest.mark.parametrize("dims", ["b d, d -> b", "b d, d -> d b", "b d, d -> b d, d"])
+def test_dims_that_do_not_fit_a_reference(dims: str) -> None:
+    kernel = Kernel("k", (lambda x, s: x * s,), dims)
+    wanted = r"do not fit the pattern k: for inputs of shapes \[6, 10\], \[10\] it returns \[6, 10\]\."
+    with pytest.raises(PatternError, match=wanted):
+        fuse(lambda x, s: x * s, kernel)(torch.ones(2, 4), torch.ones(4))
+
+
 def test_dims_that_say_too_much_split_nothing() -> None:
     """A kernel that forgets what must be whole comes apart where it is split, and is right."""
 
