@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 from untraceable import CACHE, FUNCTIONS, OldStyle, branched
 
-from torchard import Mesh, P, shard
-from torchard.testing import Differs, check_pure, check_stack, equal, localize
+from torchard import DerivativeError, Mesh, P, register_rule, shard
+from torchard.testing import Differs, check_pure, check_sharding, check_stack, equal, localize
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 CALLS = ("value", "backward", "no_grad", "inference_mode", "twice", "thread")
@@ -52,6 +52,30 @@ def test_derivatives_that_torch_lacks_are_left_out_only_if_all_are_asked_for() -
     assert "setup_context" in str(report)
     with pytest.raises(RuntimeError, match="setup_context"):
         equal(OldStyle.apply, torch.square, X, orders=("jvp",))
+
+
+@pytest.mark.parametrize(("backward", "lacking"), [
+    (True, ["tangents of results"]),
+    (False, ["gradients", "tangents of results", "second gradients"]),
+])  # fmt: skip
+def test_derivatives_that_a_custom_operator_lacks_are_left_out(
+    backward: bool, lacking: list[str]
+) -> None:
+    op = torch.library.custom_op(f"torchard_reach::twice_{backward}", twice, mutates_args=())
+    op.register_fake(torch.empty_like)
+    if backward:
+        op.register_autograd(lambda ctx, g: 2 * g)
+    register_rule(getattr(torch.ops.torchard_reach, f"twice_{backward}").default, text="... -> ...")
+    mesh = Mesh({"x": 2}, virtual=True)
+    report = check_sharding(lambda x: op(x), mesh, (P("x"),), X)
+    assert report.good
+    assert [row.path for row in report if row.skipped] == 2 * lacking  # of plain and placed arguments
+    with pytest.raises((DerivativeError, RuntimeError), match="registered"):
+        check_sharding(lambda x: op(x), mesh, (P("x"),), X, orders=["jvp"])
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
 
 
 def test_integers_have_values_only() -> None:

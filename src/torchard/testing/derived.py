@@ -235,6 +235,7 @@ ALL_CALLS = tuple(_CALLS)
 # Parts of its messages: in forward mode, twice, at all.
 _LACKS = (
     *("forward AD with", "the jvp function", "forward mode AD", "implemented jvp"),
+    *("only a reverse-mode derivative is registered", "no autograd formula was registered"),
     *("marked with @once_differentiable", "ouble backward", "ouble-backward"),
     *("derivative for", "derivative of an operation", "ifferentiat"),
     *("override the setup_context staticmethod", "mutate a captured Tensor"),
