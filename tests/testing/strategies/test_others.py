@@ -150,6 +150,11 @@ def test_stacks_are_words_of_check_stack(word: tuple[str, ...]) -> None:
     check_stack(f, [word], W, X)
 
 
+def test_a_layer_that_check_stack_does_not_know_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="stacks: 'shrad' is not a layer of a stack; layers are .* shard"):
+        ts.stacks(["grad", "shrad"])
+
+
 def test_the_smallest_stacks() -> None:
     assert find(ts.stacks(), lambda word: True) == ("shard",)
     both = find(ts.stacks(), lambda word: {"grad", "checkpoint"} <= set(word), settings=MANY)

@@ -314,13 +314,18 @@ def _checked_words(words: Any) -> list[Sequence[Any]]:
                 f"check_stack: words has {_name(word)!r}, which is not a stack: words is a list of "
                 'stacks, each a tuple of layers, as in [("grad", "shard"), ("jit",)].'
             )
-        for layer in word:
-            if not (callable(layer) or layer in _NAMES):
-                raise ValueError(
-                    f"check_stack: {layer!r} is not a layer of a stack; layers are "
-                    f"{', '.join(_NAMES)}, or functions."
-                )
+        check_layers("check_stack", word)
     return found
+
+
+def check_layers(caller: str, layers: Iterable[Any]) -> None:
+    """Refuse layers of a stack that are not known, in the name of a caller."""
+    for layer in layers:
+        if not (callable(layer) or layer in _NAMES):
+            raise ValueError(
+                f"{caller}: {layer!r} is not a layer of a stack; layers are {', '.join(_NAMES)}, or "
+                "functions."
+            )
 
 
 def _is_sequence(value: Any) -> bool:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torchard.functional.core.arguments import checked
 from torchard.functional.remat import policies as known
 from torchard.functional.remat.policies import Policy
+from torchard.testing.laws.transforms import check_layers
 
 __all__ = ["policies", "stacks"]
 
@@ -61,13 +62,16 @@ def stacks(
     """A hypothesis strategy of stacks of transforms, for `torchard.testing.check_stack`.
 
     Args:
-        layers: the transforms of which a stack consists.
+        layers: the layers of which a stack consists, which `check_stack` lists.
         max_size: the maximum number of layers of a stack.
         max_derivatives: the maximum number of layers that differentiate; each makes programs several
             times as long.
 
     Returns:
         A strategy of tuples of names, from the inside out, which shrinks towards ``("shard",)``.
+
+    Raises:
+        ValueError: a layer is unknown.
 
     >>> import torch
     >>> from hypothesis import given
@@ -76,6 +80,7 @@ def stacks(
     ... def check(word):
     ...     check_stack(lambda w, x: torch.tanh(x @ w), [word], torch.ones(2, 2), torch.ones(3, 2))
     """
+    check_layers("stacks", layers)
     words = st.lists(st.sampled_from(list(layers)), min_size=1, max_size=max_size)
     few = words.filter(lambda word: sum(layer in _DERIVATIVES for layer in word) <= max_derivatives)
     return few.map(tuple)
