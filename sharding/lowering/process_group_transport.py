@@ -68,6 +68,9 @@ class ProcessGroupTransport:
     def bucket(
         self, low: Lowering, moves: Sequence[tuple[ReshardStep, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
+        """Send the messages of all steps as one; a derived class whose step differs sends each by it."""
+        if type(self).step is not ProcessGroupTransport.step:
+            return [self.step(low, *move) for move in moves]
         (at,) = low.coords
         ranks = [_Rank(Pieces(low, step, low.mesh), values, at, val) for step, values, val in moves]
         messages = [rank.p.step.collective.accept(rank) for rank in ranks]

@@ -69,5 +69,5 @@ def test_results_of_another_dtype_are_named() -> None:
 def test_what_is_no_overload_is_refused(register: Callable[[Any], None]) -> None:
     op = torch.library.custom_op("torchard_extension::centered_op", centered, mutates_args=())
     for target in (op, torch.ops.torchard_extension.centered_op, "centered_op", torch.sin):
-        with pytest.raises(TypeError, match="pass overloads of operators, such as torch.ops.mine"):
+        with pytest.raises(TypeError, match=r"pass overloads of operators, such as torch.ops.mine"):
             register(target)

@@ -1,4 +1,4 @@
-"""A transport written against public names: values are rounded to bfloat16 before they are summed."""
+"""Transports written against public names: one rounds values to bfloat16 before they are summed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 
-from torchard import Mesh, P, shard
-from torchard.sharding.transports import SimulatedTransport, Value
+from torchard import Mesh, P, place, shard
+from torchard.sharding.transports import (
+    Lowering,
+    ProcessGroupTransport,
+    SimulatedTransport,
+    Value,
+)
 
 
 class HalfBytes(SimulatedTransport):
@@ -37,3 +42,28 @@ def test_it_moves_what_the_plan_says() -> None:
     assert torch.equal(torch.as_tensor(exact.full()), a @ b)
     assert torch.equal(rounded.full(), torch.full((2, 3), 4.0))
     assert transport.kinds == ["slice", "slice", "all_reduce"]  # each rank cuts its own of a and b
+
+
+class Counted(ProcessGroupTransport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: list[str] = []
+
+    def step(self, low: Any, step: Any, values: dict[Any, Value], val: torch.Tensor) -> Any:
+        self.kinds.append(step.kind)
+        return super().step(low, step, values, val)
+
+
+def test_its_step_is_called_for_each_step_of_a_merged_collective() -> None:
+    mesh, transport = Mesh({"x": 2}, virtual=True), Counted()
+    ws, x = [torch.ones(4, 4), torch.ones(4, 4)], place(torch.ones(2, 4), mesh, P("x"))
+    run = shard(lambda ws, x: (x @ ws[0] @ ws[1]).sum(), mesh)
+    program = run.lower_joint(ws, x, argnums=0)
+    assert [c.shape for c in program.collectives if c.phase == "backward"] == [(32,)]
+
+    def sent(by: ProcessGroupTransport) -> int:
+        graph = Lowering(program.graph, mesh, [{"x": 0}], by).run()
+        return sum(node.target is torch.ops._c10d_functional.all_reduce.default for node in graph.nodes)
+
+    assert sent(ProcessGroupTransport()) == 2  # of the value, and of both gradients at once
+    assert sent(transport) == transport.kinds.count("all_reduce") == 3
