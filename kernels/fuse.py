@@ -43,8 +43,9 @@ def fuse(
 ) -> Transformed:
     """Run every match of a pattern in a function as one kernel, however it is written there.
 
-    Without a pattern, the library's kernels are searched for, and used if they move fewer bytes. With a
-    pattern, its matches run as ``kernel``, or are compiled. Gradients are fused as well.
+    Without a pattern, the library's kernels, and those that are registered when a call is traced, are
+    searched for, and used if they move fewer bytes. With a pattern, its matches run as ``kernel``, or are
+    compiled. Gradients are fused as well.
 
     Args:
         fn: a pure function of pytrees.

@@ -35,6 +35,8 @@ def register_decomposition(*targets: Any, fn: Callable[..., Any]) -> None:
 
     The function is compared with the operation when it is first used, on random tensors of the call's
     shapes, unless the operation takes indices or checks values, so that random tensors do not suit it.
+    It takes effect in calls that are traced after it; a function's calls like an earlier one are not
+    traced again.
 
     Args:
         targets: ``torch.ops`` overloads.

@@ -49,7 +49,8 @@ def register_rule(
 ) -> None:
     """Register a sharding rule for operations, which states how the factors of their dims may be split.
 
-    The rule is checked against the operation when it is first used.
+    The rule is checked against the operation when it is first used. It takes effect in calls that are
+    traced after the registration; a function's calls like an earlier one are not traced again.
 
     A rule names the factors of every dim, first for all tensor operands, then for all results (operands
     that are not tensors are left out). A repeated name is the same factor, which must be split in the
@@ -77,8 +78,14 @@ def register_rule(
     Args:
         targets: ``torch.ops`` overloads.
         text: the rule, or a function from the call to it, which may return None to gather the operands.
-        emit: a function that computes one coordinate's shard; None applies the operation to the local
-            operands.
+        emit: a function ``emit(call, local)`` that computes one coordinate's shard, if this is not the
+            operation on the local operands (None). ``local.args`` and ``local.kwargs`` are the local
+            arguments, and ``local.call(op, *args)`` applies an operation to local values, and returns its
+            result. ``local.result_range(dim)`` and ``operand_range(k, dim)`` are the global indices that
+            this coordinate holds, ``shape(result)`` and ``operand_shape(k)`` its shapes,
+            ``result_axes(dim)`` and ``operand_axes(k, dim)`` the mesh axes that split a dim.
+            ``call.target``, ``call.arg(position, name)``, ``call.ins`` and ``call.outs`` are the global
+            call: its operation, its arguments, and the shapes of its operands and results.
         alias: whether the operation is a bijective view.
 
     Raises:

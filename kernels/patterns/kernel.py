@@ -41,7 +41,9 @@ class Kernel:
             that torch's formulas read, then the cotangents, and return the gradients of all
             floating-point inputs; equal gradients, such as those of the operands of a sum, are returned
             once. None: gradients are refused.
-        tolerance: the largest error against float64, in multiples of the reference's own error.
+        tolerance: the largest error against float64, in multiples of the reference's own error, that the
+            library's tests allow its kernels. Nothing reads it at run time; test a kernel of your own by
+            ``torchard.testing.equal(fuse(fn, kernel), fn, *args)``.
         weights: parameters that must be inputs of the program, for kernels that are only faster for
             weights.
         of: for the kernel of a gradient, the kernel whose gradient it is.
@@ -135,6 +137,9 @@ KERNELS: dict[str, Kernel] = {}
 @checked
 def register_kernel(kernel: Kernel) -> Kernel:
     """Add a kernel to those that ``fuse(fn)`` searches for.
+
+    It takes effect in calls that are traced after it; a function's calls like an earlier one are not
+    traced again.
 
     Args:
         kernel: a `Kernel` with a new name.
