@@ -64,21 +64,28 @@ def phases_of(nodes: Sequence[fx.Node]) -> Phases:
 
 
 def _late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What is computed only of results that the iteration awaits for others to read after it."""
+    """The values computed only of results that the iteration awaits for others to read after it."""
     late: set[fx.Node] = set()
     for node in nodes:
-        sources = [n for n in node.all_input_nodes if LOOP.on(n)]
-        begins = STAGE.get(node) == "wait" and len(sources) == 1
-        if begins or (sources and late.issuperset(sources) and node.target is not again):
+        if _awaits(node) or _is_of(node, late):
             late.add(node)
-    for node in reversed(nodes):
-        loop = LOOP.of(node)
-        if node in late and any(LOOP.get(u) is loop and u not in late for u in node.users):
-            late.discard(node)
-    # What a late value is computed of may have turned out not to be late.
-    kept: list[fx.Node] = []
-    for node in nodes:
-        sources = [n for n in node.all_input_nodes if LOOP.on(n)]
-        if node in late and (STAGE.get(node) == "wait" or all(n in kept for n in sources)):
-            kept.append(node)
-    return kept
+    before = len(late) + 1
+    while len(late) < before:  # a value that is not late makes its operands and its readers not late
+        before = len(late)
+        late -= {n for n in late if any(LOOP.get(u) is LOOP.of(n) and u not in late for u in n.users)}
+        late -= {n for n in late if not _awaits(n) and not _is_of(n, late)}
+    return [node for node in nodes if node in late]
+
+
+def _awaits(node: fx.Node) -> bool:
+    return STAGE.get(node) == "wait" and len(_sources(node)) == 1
+
+
+def _is_of(node: fx.Node, late: set[fx.Node]) -> bool:
+    """Whether a node is computed of late values alone."""
+    sources = _sources(node)
+    return bool(sources) and late.issuperset(sources) and node.target is not again
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    return [operand for operand in node.all_input_nodes if LOOP.on(operand)]

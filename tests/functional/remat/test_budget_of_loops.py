@@ -23,8 +23,10 @@ from torchard import (
     UnexpectedTracerError,
     checkpoint,
     jit,
+    name,
     policies,
     random,
+    repeat,
     shard,
 )
 from torchard.functional.loops import equal_layers as limits
@@ -164,3 +166,20 @@ def test_random_loops(first: int) -> None:
             assert peak == program.peak, seed
         torch.testing.assert_close(slopes, grad(loss, every)(*inputs), rtol=1e-10, atol=1e-12)
     assert rolled
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_constrained_values_of_a_loop_on_a_mesh(count: int, fraction: float) -> None:
+    """A product of two awaited values, of which one is read in its iteration, is awaited there too."""
+
+    def f(ws: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return repeat(lambda w, x: x + name(torch.tanh(x @ w), "act"), ws, x)
+
+    ws, x = torch.randn(count, 8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    small = checkpoint(f, policy=policies.budget(fraction=fraction))
+    gradient = torch.func.grad(lambda w, x: (small(w, x) ** 2).mean())
+    mesh, within = Mesh({"d": 2}, virtual=True), {"block/*/act": P(None, "d")}
+    run = shard(gradient, mesh, in_specs=(None, P("d")), constrain_at=within)
+    want = torch.func.grad(lambda w, x: (f(w, x) ** 2).mean())(ws, x)
+    torch.testing.assert_close(run(ws, x).full(), want)
