@@ -50,9 +50,10 @@ def checkpoint(
     Args:
         fn: a pure function of pytrees.
         policy: one of `torchard.policies`, or a function of ``(op, shapes, scope, name)``.
-        where: scopes whose every entry becomes a segment, instead of all of ``fn``: a pattern
-            (``"block/*"``), a predicate on the path of a scope, or a list of these. A pattern that may
-            select only some layers of a loop unrolls the loop, with an `UnrolledLoopWarning`.
+        where: a pattern (``"block/*"``), a predicate on the path of a scope, or a list of these. Each
+            time a matching scope is entered, the code that runs in it is one segment. By default, all of
+            ``fn`` is one segment. A pattern that may select only some layers of a loop unrolls the loop,
+            with an `UnrolledLoopWarning`.
 
     Returns:
         A function that computes the same as ``fn``, with ``.lower`` and ``.lower_joint``.

@@ -268,9 +268,9 @@ class Functional(ModuleCopy):
         """A context in which torch's checkpoint runs a part of a call again, in the backward."""
         if self.stacks:
             raise PurityError(
-                f"{source.of_here()} calls torch.utils.checkpoint in a module with stacked layers, "
-                "outside of transforms, where layers cannot be recomputed. Use torchard.checkpoint(fn) "
-                "instead, or call the function in jit."
+                f"{source.of_here()} calls torch.utils.checkpoint in a module with stacked layers. "
+                "Outside of transforms, stacked layers cannot be recomputed. Use torchard.checkpoint(fn) "
+                "instead, or wrap the function in jit."
             )
         first = keyed.first + keyed.drawn
 

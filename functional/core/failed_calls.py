@@ -12,7 +12,7 @@ from torchard.functional.core import user_lines as source
 __all__ = ["note_call", "note_line", "note_operands"]
 
 _MARK = "raised at "
-# Characters of an argument that is no tensor.
+# The most characters shown of an argument that is not a tensor.
 _LONGEST = 60
 
 

@@ -43,7 +43,8 @@ def contiguous(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Whether a real floating dtype represents every number of a second one.
 
-    It compares limits, since torch promotes no float8 to another dtype.
+    The limits of the dtypes are compared, because torch's type promotion does not promote float8 to other
+    dtypes.
     """
     if wide == narrow or not (wide.is_floating_point and narrow.is_floating_point):
         return wide == narrow

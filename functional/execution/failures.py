@@ -26,7 +26,7 @@ _DOING = {
     "issue": "this rank began it",
     "wait": "this rank waited for its result",
 }
-# How many collectives of a compiled program a message lists.
+# A message lists at most this many collectives of a compiled program.
 _LISTED = 6
 
 
@@ -57,7 +57,7 @@ def failed(error: Exception, label: Label | None, name: str) -> None:
 
 
 def compiled_failed(error: Exception, name: str, backend: str, records: Sequence[Any]) -> None:
-    """The same for compiled code, whose lines do not correspond to operations.
+    """Like `failed`, for compiled code, whose lines do not correspond to operations.
 
     The traceback shows whether a collective failed, but not which.
     """

@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["WRITTEN_TYPES", "written_names"]
 
-# Methods of containers that return nothing and cannot fail by what the container holds.
+# Container methods that return nothing and cannot fail because of the container's contents.
 _ADDING = frozenset(
     ("append", "appendleft", "extend", "extendleft", "add", "update", "insert", "clear", "discard")
 )

@@ -37,9 +37,10 @@ def check_contents(name: str, contents: Contents) -> None:
         key = replaced_value(pairs(before), now) if held else None
         if key is not None:
             raise PurityError(
-                f"the forward of {name} changes {key!r} in a dict or an object that it holds: a pure "
-                "function cannot keep it. If only the first call sets it, run the module once before "
-                "functionalize. If every call does, make it a buffer, and pass buffers=."
+                f"the forward of {name} changes {key!r} in a dict or object that the module holds; a "
+                "pure function cannot keep this change. If only the first call changes it, run the "
+                "module once before functionalize. If every call changes it, make it a buffer, and pass "
+                "buffers=."
             )
     if contents.hooks_alone():
         raise _hooked(name)

@@ -41,7 +41,8 @@ class _HandedOver:
     program: Program
     cut: JointCut = field(init=False)
     loops: Set[Loop] = field(init=False)
-    # For a loop of the backward and a value of the forward's, what stands for it in the loop.
+    # (loop of the backward, value of the forward's loop) -> the node that represents the value in the
+    # loop of the backward.
     inside: dict[tuple[Loop, fx.Node], fx.Node] = field(default_factory=dict)
     lists: dict[fx.Node, fx.Node] = field(default_factory=dict)
 

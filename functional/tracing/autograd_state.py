@@ -1,11 +1,11 @@
 """What a traced function sees of autograd: `requires_grad`, `is_leaf`, `grad_fn`, hooks.
 
-A trace records outside of the autograd state of the call: its tensors require no gradients, except those
-that a level inside of the function differentiates. What the user's code would read in the plain call
-follows from the arguments that require gradients and from the graph so far: a value requires them if
-operations that have a derivative lead to it from such an argument. Where that does not decide it, and
-where an answer would not be all (a hook has an effect), the line is refused. Code of torch and of this
-library reads the state of the trace.
+Traced tensors do not have the autograd state of the call's arguments: none requires gradients, except
+those that a transform inside the function differentiates. What the user's code would read in the plain
+call follows from the arguments that require gradients and from the graph so far: a value requires
+gradients if differentiable operations lead to the value from such an argument. If this does not determine
+the answer, or if an answer is not enough (a hook also has an effect), the line is refused. Torch's own
+code and this library's code see the state of the trace instead.
 """
 
 from __future__ import annotations

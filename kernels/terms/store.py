@@ -39,7 +39,8 @@ class Store:
     """The store of interned terms.
 
     Attributes:
-        shared: sums with several readers, which sums that read them do not inline.
+        shared: sums that several operations read. They are kept as separate terms, not inlined into the
+            sums that read them.
         casts: whether any value is cast.
     """
 

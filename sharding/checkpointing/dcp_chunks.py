@@ -1,8 +1,8 @@
 """Values as boxes, the chunks in which torch.distributed.checkpoint (DCP) reads and writes tensors.
 
-DCP stores a tensor as boxes, whichever rank wrote them. A shard is one box, or several where a dim is
-split inside, since the heads of a fused projection are not adjacent. Nothing here depends on trees, ranks
-or files.
+DCP stores a tensor as boxes, whichever rank wrote them. A shard is one box, or several if its indices
+along a dim are not contiguous. For example, a rank's heads in a fused projection are not adjacent.
+Nothing here depends on trees, ranks or files.
 """
 
 from __future__ import annotations

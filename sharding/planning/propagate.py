@@ -37,7 +37,8 @@ def propagate(
     """Decide the layout of every value of a program, in a bounded number of sweeps.
 
     Args:
-        near: a decision in which lost axes are to be restored.
+        near: an earlier decision; lost axes are restored on the dims along which it splits neighbouring
+            values. If None, lost axes are restored on the dims with the most work.
     """
     start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given), {})
     spread = _spread(graph, given, sizes, near=near)
@@ -119,7 +120,7 @@ def _spread(
 
     Args:
         apart: whether operations that can be decomposed will be.
-        near: a decision; axes are restored on the dims along which it splits neighbouring values.
+        near: as for `propagate`.
     """
     if not given.spread:
         return None

@@ -1,13 +1,13 @@
 """Strategies for restoring a lost axis: which dim to split over it again.
 
-An axis that an operation loses is lost to all that follows, unless it is restored: after a sum over it is
-complete, or a dim had to be gathered, values are whole, and splitting another dim is free. Two strategies
-choose the dim:
+If an operation loses an axis, no later value is split over it unless it is restored. Restoring is free
+where values are whole: after a sum over the axis is complete or a dim was gathered, another dim can be
+split over it at no cost. Two strategies choose the dim:
 
-- `Stakes`: the dim with most work at stake. Only the rest of the program determines that, so it is
-  computed from the end: the work of the operations that carry the dim on, along the heaviest path.
-- `Beside`: the dim along which a plan already splits a later operand of the same operation (the
-  activations that a gradient is multiplied with), carried back to the value.
+- `Stakes`: the dim whose split saves the most work. Only the rest of the program determines this work, so
+  it is computed from the end: the work of the operations that keep the dim, along the heaviest path.
+- `Beside`: the dim along which an earlier plan splits the value's heaviest use (for a gradient, often the
+  product with activations that are split), traced back to the value through the operations between.
 """
 
 from __future__ import annotations

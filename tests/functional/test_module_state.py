@@ -181,8 +181,8 @@ class CountingInAnObject(Lazy):
 REFUSED = [
     (Forgetful, "installs or removes hooks, and nothing in the module records"),
     (Flagged, "changes its attribute 'ready'.*run the module once before functionalize"),
-    (CountingInADict, "changes 'calls' in a dict or an object.*make it a buffer"),
-    (CountingInAnObject, "changes 'calls' in a dict or an object"),
+    (CountingInADict, "changes 'calls' in a dict or object.*make it a buffer"),
+    (CountingInAnObject, "changes 'calls' in a dict or object"),
 ]
 
 

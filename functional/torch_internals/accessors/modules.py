@@ -132,7 +132,7 @@ def check_batch_norm_input(layer: Any, input: Tensor) -> None:
     layer._check_input_dim(input)
 
 
-# -- autograd's nodes, its running backward, and the profiler --------------------------------------
+# -- autograd's nodes, the current backward pass, and the profiler ---------------------------------
 
 require(torch._C, "_current_graph_task_id", "_current_autograd_node")
 require(torch._C._autograd, "_get_sequence_nr", "_profiler_enabled")

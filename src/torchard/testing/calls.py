@@ -181,12 +181,12 @@ def _states() -> list[bytes]:
 
 @contextlib.contextmanager
 def saying_that_it_draws(fn: Fn, args: Sequence[Any]) -> Iterator[None]:
-    """A context in which two sides that differ are said to draw, if they do.
+    """A context that adds a note to a `Differs` error if the function draws random numbers.
 
-    What is drawn for an example depends on its place and on how many there are.
+    The random numbers that an example gets depend on its position and on the number of examples.
 
     Args:
-        fn: the function under test, as `law` gives it.
+        fn: the function under test, as wrapped by `law`.
         args: its arguments.
     """
     __tracebackhide__ = is_assertion

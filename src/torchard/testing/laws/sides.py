@@ -130,7 +130,9 @@ def size_of(who: str, name: str, args: Sequence[Any], dims: Sequence[Any]) -> in
                 sizes[f"dim {d} of {path}"] = x.shape[d]
     if len(set(sizes.values())) != 1 or min(sizes.values()) < 2:
         found = ", ".join(f"{size} ({where})" for where, size in sizes.items()) or "none"
-        raise ValueError(f"{who}: {name} has to name dims of one size of at least 2; sizes are {found}.")
+        raise ValueError(
+            f"{who}: the dims in {name} must all have the same size, at least 2; the sizes are {found}."
+        )
     return next(iter(sizes.values()))
 
 

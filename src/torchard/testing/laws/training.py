@@ -327,8 +327,8 @@ def _after_step(result: Any, params: Any) -> tuple[torch.Tensor, Any]:
     elif isinstance(result, tuple) and len(result) == 2 and _is_scalar(result[1]):
         return result[1], result[0]
     raise TypeError(
-        "check_training: step has to return a scalar loss, or new parameters and a scalar loss as "
-        f"(params, loss); for a module, the loss. It returned {_described(result)}."
+        "check_training: step must return a scalar loss or, if params is not a module, (new_params, "
+        f"loss) with a scalar loss. It returned {_described(result)}."
     )
 
 

@@ -21,14 +21,17 @@ __all__ = ["OWN", "Precision", "precision_of", "precisions"]
 class Precision:
     """The narrowest dtypes behind some results of one function.
 
-    What another function returns in their place counts as computed in the same dtypes: each of its
-    operations in the narrowest, and its inputs as held in it where this function holds them so.
+    When a second function's results are compared with these, its operations count as computed in the
+    narrowest dtype (or in their own, if that is narrower: see ``only``), and its inputs as held in the
+    dtypes in which this function holds them.
 
     Attributes:
-        narrowest: of all that is computed for the results; None where nothing is, or where the function
-            is not known: then the other's own dtypes are used.
-        held: of each input, by its path: of it and what is computed from it for the results.
-        only: whether what is computed in less than the narrowest counts as computed in it too.
+        narrowest: the narrowest dtype of all that is computed for the results. None if nothing is
+            computed or the function is not known; the other function's own dtypes are then used.
+        held: for each input, its path and the narrowest dtype of the input and of what is computed from
+            it for the results.
+        only: whether operations in a dtype narrower than ``narrowest`` also count as computed in
+            ``narrowest``.
 
     >>> import torch, torchard as ta
     >>> from torchard.testing.rounding.precision import precisions
