@@ -2,7 +2,7 @@
 
 `canonicalize.py` drops operands that are read only for their dtype and shares equal views. `propagate.py`
 and `sweep.py` choose an option for each operation; nothing else depends on how they choose, so a solver
-could replace them.
+could replace these two files.
 
 Options are compared in this order: parallelism lost; a constraint downstream missed; shards moved, by the
 rank of their origin (batch input, parameter, constraint, derived); bytes sent, including those from the
@@ -17,8 +17,8 @@ gathers token ids and small weights and replicates all computation.
 - A reshard of a view is applied to its base, so that all aliases share it (`aliases.py`).
 - Sweeps are repeated with the layouts that consumers preferred as additional options; the cheapest
   sweep is chosen.
-- A cotangent takes the layout of its output, which the forward of the same joint program has resolved by
-  then.
+- A cotangent takes the layout of its output. The forward, which comes first in the joint program, has
+  chosen this layout already.
 - An output that is computed elementwise from an input of its shape, such as a new parameter or Adam's
   moments, takes the layout of that input (`updates.py`).
 
@@ -26,7 +26,7 @@ gathers token ids and small weights and replicates all computation.
 These comparisons are local: gathering the input of one norm looks cheap, but every rank then computes
 everything that follows. So complete plans are compared too, by bytes sent plus the busiest rank's work
 (`decision.py`). Operations are decomposed *within* a sweep, each as soon as it would lose an axis, so a
-network of any depth takes one sweep. If an axis over which the user split a value splits no products, it
-is restored on unsplit values (`stakes.py`): on the dim along which the neighbouring activations are
+network of any depth takes one sweep. If an axis over which the user split a value splits no products, the
+axis is restored on unsplit values (`stakes.py`): on the dim along which the neighbouring activations are
 split, or the dim with the most work depending on it.
 """

@@ -26,7 +26,7 @@ def is_alias(node: fx.Node) -> bool:
 
 
 def pull(node: fx.Node, layout: Layout, sizes: Sizes) -> Layout | None:
-    """The layout of a view's base under which the view has ``layout``; None if there is none."""
+    """The layout of a view's base that gives the view ``layout``; None if no layout of the base does."""
     return _pulled(rule_of(Call.of(node)), layout, sizes)
 
 

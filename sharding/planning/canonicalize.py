@@ -1,10 +1,10 @@
 """Canonicalisation of a traced program before its layouts are chosen.
 
-Creation and filling no longer depend on a tensor that only lends its shape: ``zeros_like`` of a sharded
-value must not move it. Strided regions of memory become views (``strided.py``), rows and slices of one
-value are grouped (``cuts.py``), sums are rewritten so that they are reduced once (``sums.py``) or from
-the end, equal views are merged (so that a reshard of their base is shared), operands of a concatenation
-without elements are left out, and dead code is eliminated.
+Creation and filling no longer depend on tensors of which only the shape is read: ``zeros_like`` of a
+sharded value must not move the value. Strided regions of memory become views (``strided.py``), rows and
+slices of one value are grouped (``cuts.py``), sums are rewritten so that they are reduced once
+(``sums.py``) or from the end, equal views are merged (so that a reshard of their base is shared), empty
+operands of concatenations are dropped, and dead code is eliminated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def prepare(graph: fx.Graph) -> fx.Graph:
 
 
 def _lift_numbers(graph: fx.Graph) -> None:
-    """Turn a number into a tensor where it is an operation's only operand: ``conj(1 + 2j)``.
+    """Turn numbers that are an operation's only operand into tensors: ``conj(1 + 2j)``.
 
     Derivatives of products with a number leave such calls; no factor rule covers a call without operands.
     """
@@ -62,7 +62,7 @@ def _lift_numbers(graph: fx.Graph) -> None:
             number = node.args[k]
             if str(given.type) == "Tensor" and isinstance(number, (bool, int, float, complex)):
                 val = torch.tensor(number)
-                if isinstance(number, (float, complex)):  # the dtype autograd gives them
+                if isinstance(number, (float, complex)):  # the dtype that autograd gives numbers
                     val = val.to(torch.complex128 if isinstance(number, complex) else torch.float64)
                 kind = {"dtype": val.dtype, "device": VAL.of(node).device}
                 empty = VAL.of(node).new_empty([], dtype=val.dtype)
@@ -71,7 +71,7 @@ def _lift_numbers(graph: fx.Graph) -> None:
 
 
 def _is_empty_cut(node: fx.Node) -> bool:
-    """Whether a node is an empty slice, or the gradient of one; neither needs its operand gathered."""
+    """Whether a node is an empty slice or its gradient; these nodes need no gather of their operand."""
     if node.target is aten.slice.Tensor:
         return 0 in VAL.of(node).shape
     source = node.args[0] if node.target is aten.slice_backward.default else None
@@ -79,9 +79,9 @@ def _is_empty_cut(node: fx.Node) -> bool:
 
 
 def _drop_empty_operands(node: fx.Node) -> None:
-    """Leave out operands of a concatenation that have no elements.
+    """Drop a concatenation's operands that have no elements.
 
-    An operand of shape [0] may occur with operands of any rank, without being split as they are.
+    An operand of shape [0] may occur with operands of any rank, so it cannot be split like them.
     """
     whole = VAL.of(node)
     if not whole.numel():
@@ -97,7 +97,7 @@ def _drop_empty_operands(node: fx.Node) -> None:
 
 
 def _expand_written(node: fx.Node) -> None:
-    """Give what is written to indexed elements a value for each of them, as rules read it."""
+    """Expand the values written to indexed elements to one for each element, as rules require."""
     operands: Any = fx.map_arg(node.args[:3], VAL.of)
     table, indices, values = operands
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
@@ -129,7 +129,7 @@ def _view_key(node: fx.Node) -> Hashable | None:
     rule = lookup(node.target)
     if node.target is not operator.getitem and (rule is None or not rule.alias):
         return None
-    # A loop's view of what all iterations share is not read outside of it.
+    # A loop's view of a value that all iterations share is not read outside the loop.
     loop = None if LOOP.on(node.all_input_nodes[0]) else LOOP.get(node)
     return node.target, _frozen(node.args), RECOMPUTE.get(node), loop
 

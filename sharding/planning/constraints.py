@@ -1,4 +1,4 @@
-"""Constraints on layouts: the spec that the user gave a leaf, and nodes of a graph that fix a layout."""
+"""Layout constraints: the spec that the user gave a leaf, and graph nodes that fix a layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SpecHint:
-    """The spec a leaf was given, and the leading dims that vmap has added since."""
+    """The spec that a leaf was given, and the leading dims that vmap has added to the leaf since."""
 
     spec: P
     lead: int = 0
@@ -57,7 +57,7 @@ def insert_constraint(node: fx.Node, hint: SpecHint, path: str, soft: bool) -> f
     """
     number = number_of(hint.spec.led(hint.lead))
     target = torch.ops.torchard.constrain.default
-    # It does not have the node's name, which would be matched and constrained again.
+    # The constraint does not have the node's name: `constrain_named` would match and constrain it again.
     constrained = add_call(node, target, node, number, val=VAL.of(node))
     SOFT.set(constrained, soft)
     SOURCE.setdefault(constrained, path)
@@ -74,7 +74,7 @@ def constrain_named(
     """Constrain values by name, given pairs of a pattern over ``scope/name`` and a spec.
 
     Args:
-        outer: frames that the graph, the body of a loop, is in.
+        outer: the frames around the graph, if it is a loop's body.
 
     Returns:
         The name of each labelled value by its label, for `check_named`.
@@ -103,13 +103,13 @@ def check_named(constraints: Sequence[tuple[str, P]], labels: Mapping[str, str])
 
 
 def constraint_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:
-    """The precedence of a constraint; an input's own spec has the input's."""
+    """The precedence of a constraint; an input's own spec has the precedence of the input."""
     given = inputs.get(node.all_input_nodes[0])
     return given[1] if SOFT.get(node) and isinstance(given, tuple) else CONSTRAINT
 
 
 def constraint_layouts(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Layout]:
-    """The layout each constraint node asks for; values that vary along manual axes still do."""
+    """The layout that each constraint node requires; values that vary over manual axes still vary."""
     varying = varying_in_graph(graph)
     layouts: dict[fx.Node, Layout] = {}
     for node in graph.nodes:
@@ -121,7 +121,7 @@ def constraint_layouts(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Layout]:
 
 
 def where_of(node: fx.Node) -> str:
-    """A constrained value, for messages."""
+    """A name for a constrained value in messages."""
     return f"constrain at {SOURCE.get(node) or 'an unknown line'}: the value"
 
 

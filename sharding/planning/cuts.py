@@ -1,8 +1,8 @@
-"""Grouping of the rows and slices that are taken of one value.
+"""Grouping of the rows and slices that are read from one value.
 
-Most rows of a value are cheapest taken at once, a few one by one; slices that tile a dim are exchanged at
-once. So programs are rewritten: ``unbind`` where most rows are read, ``select`` where few are, ``split``
-where slices tile a dim, and ``slice`` where some of the slices are not needed.
+If most rows of a value are read, one operation for all rows is cheapest; if few are, one operation per
+row. Slices that tile a dim are exchanged at once. So programs are rewritten: to ``unbind`` if most rows
+are read, ``select`` if few are, ``split`` if slices tile a dim, and ``slice`` if some are not needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["gather_cuts"]
 
 
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-# Tags in which nodes may differ and still be merged.
+# Tags that may differ between nodes that are merged.
 _WHERE = (SOURCE, SCOPE, ORIGIN)
 
 
@@ -59,7 +59,7 @@ def _slice(node: fx.Node, position: int) -> Cut:
 
 
 def _only_read(graph: fx.Graph, node: fx.Node, cut: Callable[..., Cut], most: int) -> None:
-    """Take the results that are read one by one, if there are no more than ``most`` of them."""
+    """Replace an operation of which at most ``most`` results are read by one operation per result."""
     positions = {user.args[1] for user in node.users}
     if any(u.target is not operator.getitem for u in node.users) or len(positions) > most:
         return
@@ -102,7 +102,7 @@ CutGroup = list[tuple[Any, fx.Node]]
 
 
 def _groups(graph: fx.Graph, target: Any, place: Callable[[fx.Node], Any]) -> Iterable[CutGroup]:
-    """Groups of selections along the same dim of the same value, with their positions."""
+    """Groups of the selections along one dim of one value, with the position of each selection."""
     groups: dict[Hashable, CutGroup] = {}
     for node in graph.find_nodes(op="call_function", target=target):
         at = place(node)
@@ -143,6 +143,6 @@ def _take(whole: fx.Node, group: Sequence[tuple[int, fx.Node]]) -> None:
 
 
 def _insert(at: fx.Node, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
-    """Insert a node before another, with its tags except labels, which stay with their value."""
+    """Insert a node before ``at``, with its tags; a label only if the node has the value of ``at``."""
     several = target is aten.unbind.int or target in _SPLITS
     return Inserter(at)(target, *args, val=val, same="place" if several else "value")

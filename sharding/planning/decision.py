@@ -34,16 +34,16 @@ _WORK_PER_BYTE = 32.0
 
 @dataclass(frozen=True)
 class Given:
-    """Constraints of one propagation that are fixed from outside.
+    """The constraints that one propagation is given.
 
     Attributes:
-        inputs: the layout and rank of each placeholder; of a cotangent, the index of its output.
-        outputs: the layout each output must have; None leaves it open.
+        inputs: the layout and rank of each placeholder; for a cotangent, the index of its output.
+        outputs: the layout that each output must have; None if any layout will do.
         constraints: the layout of each constraint node.
         ranks: the precedence of the shards that each constraint introduces.
         local: operations on local values (manual mode), and which of their options are excluded.
         spread: axes to restore wherever propagation would drop them (``stakes.py``).
-        contested: axes along which parameters take precedence over inputs, not inputs over parameters.
+        contested: axes along which parameters take precedence over other inputs, not the reverse.
     """
 
     inputs: dict[fx.Node, tuple[Layout, int] | int]
@@ -66,12 +66,12 @@ class LayoutDecision:
     Attributes:
         option: the option chosen for every operation.
         raw: the layouts of each operation's results as computed.
-        home: the layout of each value where its consumers find it (``raw``, its pending sums
-            resolved if several want them).
+        home: the layout in which each value is available to its consumers: the layout in ``raw``, with
+            pending sums resolved if several consumers need the value.
         outputs: the layout of each output.
         bytes: bytes sent per rank.
-        work: multiplications of products plus elements touched by all other operations, on the
-            busiest rank.
+        work: the busiest rank's work: multiplications in products, plus elements that all other
+            operations touch.
     """
 
     option: dict[fx.Node, Option] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class LayoutDecision:
     work: float = 0.0
 
     def raw_item(self, node: fx.Node) -> Layout | None:
-        """The layout of the result that a ``getitem`` takes, as computed; None if it is no tensor."""
+        """The raw layout of the result that a ``getitem`` reads; None if the result is not a tensor."""
         if not hasattr(VAL.get(node), "shape"):
             return None
         return self.raw[node.all_input_nodes[0]][result_index(node)]
@@ -94,14 +94,15 @@ class LayoutDecision:
 
 
 def work_of(node: fx.Node) -> float:
-    """The work of an operation on one device, as ``LayoutDecision.work`` counts it."""
+    """The work of an operation on one device, in the unit of ``LayoutDecision.work``."""
     return points(rule_of(Call.of(node)), (), ()) * work_per_point(node)
 
 
 def work_per_point(node: fx.Node) -> float:
-    """Work per point: a product's multiplications; other operations touch their largest tensor once.
+    """Work per point. A product's work is its multiplications; other operations touch their largest
+    tensor once.
 
-    That of all iterations, if the operation is in a loop.
+    For an operation in a loop, the work of all iterations counts.
     """
     weight = WEIGHT.get(node)
     if weight is None:

@@ -1,11 +1,12 @@
 """Options of operations on local values, whose layouts along manual axes are fixed.
 
-A local value that varies over an axis is *pending* over it in a way that no reduction completes: every
-coordinate along the axis has its own value. The graph determines this; it is not chosen. Along the other
-axes a local value is a global one, and its operations have the options that their rules give. So an
-option of a local operation is an option along the axes that are not manual, with the varying axes added
-to its operands and results; where all axes are manual, one option remains. At the edges of the region,
-between global and local values, manual axes that split a dim are the outermost axes of that dim.
+A local value that varies over an axis is *pending* over the axis in a way that no reduction completes:
+every coordinate along the axis has its own value. The graph determines which values vary; planning does
+not choose. Along the other axes a local value is a global value, and its operations have the options that
+their rules give. So an option of a local operation is an option along the axes that are not manual, with
+the varying axes added to its operands and results. If all axes are manual, one option remains. At the
+edges of the region, between global and local values, manual axes that split a dim are the outermost axes
+of that dim.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class ManualConstraint:
         ins: the axes over which each operand varies.
         out: the axes over which the results vary.
         manual: the manual axes, which split no factor and pass no pending sum.
-        move: the operation, if it is one of shard_map's collectives.
+        move: the operation, if it is a shard_map collective.
     """
 
     ins: tuple[Axes, ...]
@@ -55,7 +56,7 @@ class ManualConstraint:
     def options(
         self, rule: Rule, ins: Sequence[Layout], wished: Sequence[Layout], sizes: Sizes
     ) -> tuple[Option, ...]:
-        """The options of the operation, as ``options.options``, under this constraint."""
+        """The options of the operation under this constraint; see ``options.options``."""
         return _options(self, rule, tuple(ins), tuple(wished), sizes)
 
 
@@ -96,7 +97,7 @@ def _used(option: Option) -> Axes:
 
 
 def _with_varying(local: ManualConstraint, option: Option, sizes: Sizes) -> Option:
-    """An option along the other axes, with varying axes added, and at an edge, manual splits."""
+    """An option along the other axes, with the varying axes added and, at an edge, the manual splits."""
     ins = [layout.varying_over(axes) for layout, axes in zip(option.ins, local.ins, strict=True)]
     outs = [layout.varying_over(local.out) for layout in option.outs]
     if isinstance(local.move, Enter):
@@ -120,9 +121,9 @@ def _outside(edge: Enter | Leave, inside: Layout, sizes: Sizes) -> Layout:
 
 
 def may_leave_as(node: fx.Node, layout: Layout, sizes: Sizes) -> bool:
-    """Whether the result of a shard_map can have a layout, given the manual axes of its out_spec.
+    """Whether a shard_map's result can have a layout, given the manual axes of its out_spec.
 
-    Any other value can have any layout.
+    Values that are not results of a shard_map can have any layout.
     """
     edge = move_of(node)
     if not isinstance(edge, Leave):
@@ -137,10 +138,10 @@ def may_leave_as(node: fx.Node, layout: Layout, sizes: Sizes) -> bool:
 
 
 def _as_before(manual: Axes, operand: Layout, rule: Rule, sizes: Sizes) -> Layout:
-    """A preferred layout of a move's result: dims split, within each rank's part, like the operand's.
+    """A preferred layout of a move's result: dims split within each rank's shard like the operand's.
 
-    The operand's own layout does not suggest this where the other axes separate the parts, or are
-    outside of the manual axes. An all_to_all repairs that; a gather would lose the split.
+    The operand's own layout does not suggest this layout if the other axes are between or outside of the
+    manual axes. In this case an all_to_all produces the layout; a gather would lose the split.
     """
     table = dict(sizes)
 
@@ -157,7 +158,7 @@ def _as_before(manual: Axes, operand: Layout, rule: Rule, sizes: Sizes) -> Layou
 
 
 def check_local(graph: fx.Graph, program: Program, mesh: Mesh) -> None:
-    """Make the checks that need the complete program.
+    """Run the checks that need the complete program.
 
     Raises:
         DerivativeError: a gradient varies over ranks while its value does not.

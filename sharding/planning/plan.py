@@ -63,9 +63,9 @@ class Plan:
 def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     """The cheapest plan found.
 
-    Where an axis splits both parameters and a batch, parameters are gathered, as under full sharding.
-    Where it splits an inner dim of the batch (positions, under sequence parallelism), both are planned:
-    parameters gathered, and the batch.
+    If an axis splits both parameters and a batch, parameters are gathered, as under full sharding. If the
+    axis splits an inner dim of the batch (positions, under sequence parallelism), two plans are computed:
+    one that gathers the parameters, and one that gathers the batch.
     """
     plan = _restored(graph, given, mesh)
     contested = _contested(given)
@@ -92,8 +92,8 @@ def _contested(given: Given) -> frozenset[str]:
 def _restored(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     """The cheapest plan found for given precedences.
 
-    Where axes in use do not split much of the work, two more plans are computed that restore them: on
-    the dims along which the plan splits neighbouring values, and on the dims with most work at stake.
+    If axes that split inputs do not split all products, two more plans are computed, which restore these
+    axes: on the dims along which the plan splits neighbouring values, or on those with the most work.
     """
     plan = _cheapest(graph, given, mesh)
     lost = _lost(plan, mesh)
@@ -138,10 +138,10 @@ def warn_of_idle_axes(plan: Plan, mesh: Mesh, name: str, already: set[str]) -> N
 
 
 def _unsplit(plan: Plan, mesh: Mesh) -> tuple[dict[str, float], float]:
-    """For each axis that splits an input or a constraint, the work of the products it does not split;
-    and the work of all products.
+    """For each axis that splits an input or a constraint, the work of the products that the axis does
+    not split; and the work of all products.
 
-    Other work does not count: under tensor parallelism every rank computes norms, as in Megatron-LM.
+    Only products count: under tensor parallelism every rank computes norms, as in Megatron-LM.
     """
     placed = [given[0] for given in plan.given.inputs.values() if not isinstance(given, int)]
     axes = {a for layout in (*placed, *plan.given.constraints.values()) for a in layout.split_axes}
@@ -165,7 +165,7 @@ def _brought_back(plan: Plan, axes: frozenset[str], mesh: Mesh) -> Plan:
 def _cheapest(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     """The cheapest plan over choices of operations to decompose.
 
-    First all candidates are decomposed; if that is not cheaper, all but one kind of them at a time.
+    First all candidates are decomposed; if that is not cheaper, all candidates except those of one kind.
     """
     plan = _with_separate_bias(graph, given, mesh)
     kinds = dict.fromkeys(_kind(node) for node in _torn(plan, mesh))
@@ -183,9 +183,8 @@ def _cheapest(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
 def _apart(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
     """The plan, or a cheaper one with operations decomposed, except kinds in ``kept_whole``.
 
-    They are decomposed within one sweep, so that each sees the layouts that earlier decompositions leave.
-    If they were decomposed one at a time, each would be evaluated while an earlier one still gathers its
-    operand.
+    They are decomposed within one sweep, so that each decomposition sees the layouts that earlier ones
+    leave. If each were evaluated separately, an earlier operation would still gather its operand.
     """
     graph, env = copy_graph(plan.graph)
     given = _given_in(plan.given, env, graph)
@@ -231,8 +230,9 @@ def _kind(node: fx.Node) -> str:
 def _with_separate_bias(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     """The plan of a graph in which products with a split contraction add their bias separately.
 
-    This is done whatever it costs: a fused bias hides the option to split the contraction, and its
-    work. One sweep finds most such products; further sweeps are made on the rewritten graph.
+    The bias is separated whatever the cost, because a fused bias hides the option to split the
+    contraction, and its work. One sweep finds most such products; further sweeps run on the rewritten
+    graph.
     """
     sweeps = 1 if any(n.target in BIASED_PRODUCTS for n in graph.nodes) else SWEEPS
     plan = Plan(graph, given, propagate(graph, given, mesh.sizes, sweeps))
@@ -251,7 +251,7 @@ def _with_separate_bias(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
 
 def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
     """Operations that must gather an operand, because a dim that they need whole is split, or their
-    result, because its split within a dim does not suit its users.
+    result, because users need another split than its split within a dim.
     """
     home = plan.decision.home
     return [
@@ -321,7 +321,7 @@ def _given_in(given: Given, env: dict[fx.Node, fx.Node], graph: fx.Graph) -> Giv
 
 
 def _parts(homes: Sequence[Layout], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """The number of shards of each dim of some operands; a dim split inside counts as whole."""
+    """The number of shards of each dim of some operands; a dim that is split inside counts as whole."""
     return tuple(
         tuple(
             math.prod(mesh.shape[a] for a in dim[0].axes) if len(dim) == 1 else 1

@@ -1,8 +1,8 @@
 """Propagation: which axis splits which factor of every operation of a joint program.
 
-Sweeps (``sweep.py``) are repeated with the layouts that consumers wanted as additional options for their
-producers, and the cheapest sweep is kept. Nothing outside of these two files depends on how choices are
-made.
+Sweeps (``sweep.py``) are repeated with the layouts that consumers preferred as additional options for
+their producers, and the cheapest sweep is kept. Nothing outside these two files depends on how sweeps
+choose.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def take_apart(graph: fx.Graph, given: Given, sizes: Sizes, taken: TakeApart) ->
     """Decompose operations within one sweep, so that later operations see the resulting layouts.
 
     Args:
-        taken: decomposes a node, given the layouts of its operands, and returns the new nodes; none if
-            the node is kept.
+        taken: decomposes a node, given the layouts of its operands, and returns the new nodes, or none if
+            it does not decompose the node.
     """
     start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given), {})
     Sweep(graph, given, sizes, start, _spread(graph, given, sizes, apart=True), taken).run()
@@ -76,7 +76,7 @@ def _output_needs(graph: fx.Graph, given: Given) -> Needs:
 
 
 def _wishes(graph: fx.Graph, given: Given, sizes: Sizes) -> dict[fx.Node, Layout]:
-    """The layouts that constraints want, carried back through elementwise operations to a reduction."""
+    """The layouts of constraints, carried back through elementwise operations to a reduction."""
     wishes: dict[fx.Node, Layout] = {}
     for node in reversed(graph.nodes):
         if node.op != "call_function":
@@ -96,7 +96,7 @@ def _wishes(graph: fx.Graph, given: Given, sizes: Sizes) -> dict[fx.Node, Layout
 def _carry_back(node: fx.Node, wishes: dict[fx.Node, Layout], sizes: Sizes) -> None:
     call = Call.of(node)
     rule = rule_of(call)
-    rows = node.target is aten.unbind.int  # rows have whole dims only, all alike
+    rows = node.target is aten.unbind.int  # all rows have one layout
     if not rows and (len(call.outs) != 1 or rule.combine or rule.whole):
         return
     rule = atomic(rule, [], [wishes[node]], sizes)
@@ -119,7 +119,7 @@ def _spread(
     """The strategy that restores lost axes.
 
     Args:
-        apart: whether operations that can be decomposed will be.
+        apart: whether operations that can be decomposed are decomposed.
         near: as for `propagate`.
     """
     if not given.spread:

@@ -34,14 +34,14 @@ class Spread(Protocol):
     """A strategy for restoring axes."""
 
     def layout(self, node: fx.Node, axes: Axes) -> Layout | None:
-        """A layout of a node's first result, split over some of these axes; None if none is worth it."""
+        """A layout of a node's first result, split over some of ``axes``; None if no split saves work."""
 
 
 class Stakes:
-    """For every value and dim, the work on the heaviest path along which a split of the dim is carried.
+    """For every value and dim, the work on the heaviest path on which a split of the dim is kept.
 
     Args:
-        constraints: where a layout is fixed; dims that it does not split end there.
+        constraints: the nodes that fix a layout; the path of a dim that the layout does not split ends.
         work: the work of an operation.
         comes_apart: whether an operation's whole dims can be split by decomposing it.
     """
@@ -55,7 +55,7 @@ class Stakes:
         comes_apart: Callable[[fx.Node], bool],
     ) -> None:
         self._table, self._work, self._comes_apart = dict(sizes), work, comes_apart
-        self._known: dict[fx.Node, list[list[float]]] = {}  # by result and dim
+        self._known: dict[fx.Node, list[list[float]]] = {}  # by node, then by result and dim
         for node in reversed(graph.nodes):
             if node.op == "call_function":
                 self._read(node, constraints.get(node))
@@ -131,7 +131,7 @@ class Beside:
     """For every value, the layout in which a plan splits its heaviest use, along lost axes only.
 
     Args:
-        options: the option of each operation in the plan.
+        options: the plan's option of each operation.
         axes: the axes to restore.
     """
 

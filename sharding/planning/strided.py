@@ -1,8 +1,8 @@
-"""Rewriting of ``as_strided`` and ``as_strided_scatter`` to views that can be split over ranks.
+"""Rewrites ``as_strided`` and ``as_strided_scatter`` as views that can be split over ranks.
 
 Memory cannot be split over ranks; rows, slices and diagonals can. A region of a dense tensor's memory is
-reached by the views that also replace writes through ``as_strided`` (`functional.effects.scatters`).
-Regions of other tensors are left as they are.
+read by the same views that replace writes through ``as_strided`` (`functional.effects.scatters`).
+Regions of other tensors are not rewritten.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def unstride(graph: fx.Graph) -> None:
 
 
 def _steps(node: fx.Node, where: Sequence[Any]) -> list[ViewStep]:
-    """The views from a node's operand to a region of its memory; none if it is not all of the memory."""
+    """The views from a node's operand to a region of memory; none unless the operand fills its memory."""
     base: torch.Tensor = VAL.of(node.all_input_nodes[0])
     if not base.numel() or base.storage_offset() or not is_dense(base):
         return []
@@ -54,7 +54,7 @@ def _views(node: fx.Node, steps: Sequence[ViewStep]) -> list[fx.Node]:
 
 
 def _scattered(node: fx.Node, steps: Sequence[ViewStep]) -> Any:
-    """Scatter the part back through the same views, in reverse order."""
+    """Scatter the region back through the same views, in reverse order."""
     part: Any = node.args[1]
     for value, step in zip(_views(node, steps[:-1])[::-1], steps[::-1], strict=True):
         part = written_back(NodeInserter(node), step, value, part)

@@ -1,8 +1,8 @@
-"""Rewriting of sums so that pending terms are reduced over ranks once.
+"""Rewrites sums so that pending terms are reduced over ranks once.
 
 A leading zero term is dropped: zeros are replicated, so every pending term would be reduced before it is
-added to them. Gradients of slices are summed before they are padded with zeros: a slice that is used
-several times then has one gradient, of its own size.
+added to the zeros. Gradients of slices are summed before they are padded with zeros, so a slice that is
+used several times has one gradient, of the slice's size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchard.functional.torch_internals.operators import aten
 __all__ = ["fold_sums"]
 
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
-# Operations that embed their first argument in zeros.
+# Operations that place their first argument in a tensor of zeros.
 _PADDED = (
     aten.diagonal_backward.default,
     aten.select_backward.default,
@@ -60,7 +60,7 @@ def _without_zero(node: fx.Node) -> fx.Node | None:
 
 
 def _pad_once(graph: fx.Graph, node: fx.Node) -> None:
-    """Rewrite a sum of two terms that are padded alike as the padded sum."""
+    """Rewrite a sum of two terms with the same padding as the padded sum."""
     one, other = node.args
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one is other:
         return
@@ -81,7 +81,7 @@ def _pad_once(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _key(node: fx.Node) -> Hashable:
-    """A key that is equal for calls that pad alike, whose operands have one shape and dtype."""
+    """A key that is equal for calls with the same padding, operand shape and operand dtype."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return node
     val = VAL.of(node.args[0])

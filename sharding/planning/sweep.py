@@ -5,8 +5,8 @@ Options are compared in this order:
 1. parallelism lost: an axis splits an operand but not the operation;
 2. a constraint downstream that would be missed;
 3. shards moved, by the rank of their origin: batch inputs before parameters before constraints before
-   derived values. A shard that is already available in the wanted layout is not moved;
-4. bytes sent, from the cheapest version of each operand to the layouts that consumers want;
+   derived values. A shard that is already available in the required layout is not moved;
+4. bytes sent, from the cheapest version of each operand to the layouts that consumers prefer;
 5. elements of the local results.
 
 Minimising only bytes degenerates: it gathers token ids and small weights and replicates all computation.
@@ -42,7 +42,7 @@ from torchard.sharding.rules import Call, rule_of
 
 __all__ = ["Needs", "Start", "Sweep", "TakeApart"]
 
-Needs = dict[fx.Node, dict[fx.Node, Layout]]  # the layout in which each user takes a value
+Needs = dict[fx.Node, dict[fx.Node, Layout]]  # value -> user -> layout as read
 TakeApart = Callable[[fx.Node, Sequence[Layout]], list[fx.Node]]
 
 
@@ -51,10 +51,10 @@ class Start:
     """The results of earlier sweeps.
 
     Attributes:
-        wishes: the layouts that constraints want of earlier values.
-        asked: the layouts in which consumers took values, in any sweep.
-        needs: the layouts in which they took them in the last sweep.
-        handed: for each carry of a loop, the layout in which the last sweep computed the next one.
+        wishes: for values before a constraint, the layout that the constraint prefers.
+        asked: the layouts in which consumers read values, in any sweep.
+        needs: the layouts in which consumers read values in the last sweep.
+        handed: for each carry of a loop, the layout in which the last sweep computed its next value.
     """
 
     wishes: dict[fx.Node, Layout]
@@ -63,7 +63,7 @@ class Start:
     handed: dict[fx.Node, Layout]
 
     def after(self, needs: Needs, handed: dict[fx.Node, Layout]) -> Start:
-        """The results including one more sweep."""
+        """These results, updated with the results of one more sweep."""
         asked = self.asked
         for node, by_user in needs.items():
             asked.setdefault(node, {}).update(dict.fromkeys(by_user.values()))
@@ -129,7 +129,7 @@ class Sweep:
         return layout
 
     def _output(self, i: int) -> Layout:
-        """The layout of an output: the required one, else the value's, without pending sums."""
+        """The layout of an output: the required layout, else the value's layout without pending sums."""
         if i not in self.open:
             asked = self.given.outputs[i]
             self.open[i] = self.home(self.values[i]).reduced() if asked is None else asked
@@ -165,7 +165,7 @@ class Sweep:
         (source,) = node.all_input_nodes
         self._take(source, layout, node)
         rank = self.given.ranks.get(node, CONSTRAINT)
-        # A batch constrained to its own split remains a batch: no parameter takes precedence over it.
+        # A batch that is constrained to its own split keeps its precedence over parameters.
         home, had = self.home(source), self.ranks[source]
         batch = {a for a in had if had[a] == BATCH and home.dim_of(a) == layout.dim_of(a)}
         ranks = {a: BATCH if a in batch else self.given.rank(rank, a) for a in layout.split_axes}
@@ -205,7 +205,7 @@ class Sweep:
             self._resolve(node, option.outs[0], ranks)
 
     def _carried(self, node: fx.Node, possible: Callable[[Layout], Sequence[Option]]) -> Option:
-        """The option for a carry, whose layout is the same in all iterations, and as it leaves."""
+        """The option for a carry, whose layout is the same in all iterations and on exit."""
         operands = Call.of(node).operands
         if node.target is again:
             self.handed[operands[1]] = self.home(operands[0]).reduced()
@@ -235,9 +235,9 @@ class Sweep:
     def _brought_back(
         self, node: fx.Node, call: Call, homes: Sequence[Layout]
     ) -> list[Layout]:
-        """A layout with the axes that the operands have lost, if those are to be restored.
+        """A layout with the operands' lost axes restored, if these axes are to be restored.
 
-        Constants and unsplit parameters had no axes; they can be had in any layout.
+        Constants and unsplit parameters have lost no axes; they are available in any layout.
         """
         if self.spread is None:
             return []
@@ -249,10 +249,10 @@ class Sweep:
     def _remember(
         self, node: fx.Node, call: Call, homes: Sequence[Layout], option: Option
     ) -> None:
-        """Record the axes of a result's operands, whether they still split it or are lost.
+        """Record the axes of a result's operands: those that still split the result, and those lost.
 
         An axis that splits a contraction on both sides (the batch in a weight's gradient, hidden units
-        between two split weights) has served its purpose: once summed over, it is not lost.
+        between two split weights) has split its work: after the sum over it, it does not count as lost.
         """
         split = [home.split_axes for home in homes]
         had = frozenset[str]().union(*(self.had.get(operand, ()) for operand in call.operands), *split)
@@ -260,7 +260,7 @@ class Sweep:
         self.had[node] = had - {a for a in reduced if sum(a in axes for axes in split) > 1}
 
     def _comes_apart(self, node: fx.Node, homes: Sequence[Layout]) -> bool:
-        """Decompose a node where its operands' layouts require it; the new nodes are visited next."""
+        """Decompose a node if its operands' layouts require this; the new nodes are visited next."""
         assert self.take_apart is not None
         items = [user for user in node.users if user.target is operator.getitem]
         pieces = self.take_apart(node, homes)
@@ -315,7 +315,7 @@ class Sweep:
                     if home.dim_of(axis) != layout.dim_of(axis):
                         moved[self.ranks[operand].get(axis, DERIVED)] += 1
         wire += self._exchanged(call, option) + self._onward(node, option)
-        if node.target is rows:  # as many bytes in more calls: scattered rows hold less than pending ones
+        if node.target is rows:  # equal bytes tie, so the smallest result wins: scattered rows
             wire = round(wire)
         return lost, self._missed(node, option), tuple(moved), wire, known.volume
 
@@ -325,7 +325,7 @@ class Sweep:
         return float(moved * _itemsize(call.operands[0], 0) * times(call.node)) if moved else 0.0
 
     def _missed(self, node: fx.Node, option: Option) -> int:
-        """The number of axes that a wanted layout splits and this option splits differently."""
+        """The number of axes that the preferred layout splits and this option splits differently."""
         wish = self.wishes.get(node)
         if wish is None or not option.outs:
             return 0
@@ -335,7 +335,7 @@ class Sweep:
         )
 
     def _onward(self, node: fx.Node, option: Option) -> float:
-        """The bytes from the results to the wanted layouts; a pending sum costs a psum_scatter."""
+        """The bytes from the results to the preferred layouts; a pending sum costs a psum_scatter."""
         total = 0.0
         wanted = dict.fromkeys(self.needed.get(node, {}).values())
         for i, out in enumerate(option.outs):
@@ -400,7 +400,7 @@ class Sweep:
         return base, layout
 
     def _take(self, node: fx.Node, want: Layout, user: fx.Node) -> None:
-        """Use a value in a layout: record the need, add the cost of the reshard, keep the version."""
+        """Read a value in a layout: record the need, add the reshard's cost, keep the new version."""
         self.home(node)
         self.needs.setdefault(node, {})[user] = want
         if want in self.versions[node]:

@@ -20,9 +20,9 @@ __all__ = ["after_backward", "source_of", "updated_inputs"]
 
 
 def updated_inputs(graph: fx.Graph, outputs: Sequence[Leaf]) -> dict[int, fx.Node]:
-    """For each output that is an input's elementwise update or its gradient, that input.
+    """The input of each output that is an input's elementwise update or gradient.
 
-    Where several inputs qualify (parameter and momentum), the first reached from the output is taken:
+    If several inputs qualify (parameter and momentum), the first one reached from the output is taken;
     their specs agree in any sensible program.
     """
     inputs = graph.find_nodes(op="placeholder")
@@ -32,7 +32,7 @@ def updated_inputs(graph: fx.Graph, outputs: Sequence[Leaf]) -> dict[int, fx.Nod
             continue
         source = source_of(value)
         if source is None and leaf.role == "output" and leaf.of is not None:
-            primal = inputs[leaf.of]  # of its shape, unless one of the two was batched since
+            primal = inputs[leaf.of]  # its shape differs if vmap has batched one of the two since
             source = primal if _shape(primal) == _shape(value) else None
         if source is not None:
             updated[i] = source
@@ -40,7 +40,7 @@ def updated_inputs(graph: fx.Graph, outputs: Sequence[Leaf]) -> dict[int, fx.Nod
 
 
 def after_backward(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes computed from gradients after the backward: an optimizer step's updates."""
+    """The nodes that are computed from gradients after the backward, such as an optimizer's updates."""
     late: set[fx.Node] = set()
     for node in graph.nodes:
         if PHASE.get(node) == "backward" or not late.isdisjoint(node.all_input_nodes):
@@ -53,9 +53,9 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def source_of(output: fx.Node) -> fx.Node | None:
-    """The input of its shape that a value is, or is computed elementwise from; None if there is none."""
+    """The input of equal shape that a value is, or is computed from elementwise; None without one."""
     shape = _shape(output)
-    stack: list[tuple[fx.Node, int | None]] = [(output, None)]  # and the row, of values in a loop
+    stack: list[tuple[fx.Node, int | None]] = [(output, None)]  # with a row number, in loops
     seen = {output}
     while stack:
         node, row_number = stack.pop()
@@ -72,7 +72,7 @@ def source_of(output: fx.Node) -> fx.Node | None:
 
 
 def _sources(node: fx.Node, row_number: int | None) -> list[tuple[fx.Node, int | None]]:
-    """The operands that a node corresponds with elementwise, and their rows."""
+    """The operands to which a node corresponds elementwise, and their row numbers."""
     if node.target is item:
         values: Any = node.all_input_nodes[0]
         while STEP.on(values):

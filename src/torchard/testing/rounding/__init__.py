@@ -1,1 +1,1 @@
-"""How far rounding may move the values of a program: a model of rounding, and runs that measure it."""
+"""How far rounding may move a program's values: a model of roundings, and runs that measure it."""

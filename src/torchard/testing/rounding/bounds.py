@@ -1,4 +1,4 @@
-"""How far roundings may move the values of a program: measured by perturbed runs in double precision."""
+"""How far roundings may move a program's values: measured by perturbed runs in double precision."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from torchard.testing.rounding.roundings import alike, rounded, roundings_of, un
 
 __all__ = ["Expected", "expected"]
 
-# How much larger an error may be than the largest of all elements over the perturbed runs: kernels
-# promise no more for each element (torch's gelu in its tail does not).
+# An error may be this many times as large as the largest error of all elements in the perturbed runs.
+# The bound is not per element, because kernels do not bound errors per element (see torch's gelu in its
+# tail).
 _OVER_LARGEST = 4.0
-# An element that moves by so much more than most do, and than the largest is rounded, says nothing of
-# others: it is at a jump, or next to a pole.
+# An element that moves by this many times as much as most elements, and as the largest element's rounding
+# error, is at a jump or next to a pole. It does not widen the bound of other elements.
 _OUTLYING = 1e3
 
 
@@ -32,9 +33,9 @@ class Expected:
 
     Attributes:
         exact: the value, in double precision.
-        bound: the largest error of each element, of the same shape, infinite where no perturbed run is
-            finite; None where rounding has no part in the value (integers, booleans), which is exact.
-        turned: where roundings make a finite value infinite or NaN, or the other way round.
+        bound: the largest error of each element, as a tensor of the value's shape; infinite where no
+            perturbed run is finite. None if the value is never rounded (integers, booleans).
+        turned: a mask of the elements that roundings turn from finite to infinite or NaN, or back.
     """
 
     exact: torch.Tensor
@@ -42,10 +43,11 @@ class Expected:
     turned: torch.Tensor | None = None
 
     def widened(self, other: Expected, everywhere: bool) -> Expected:
-        """The same value, with the bound of another computation of it added.
+        """This value with a wider bound: the bound of another computation of the value is added.
 
         Args:
-            everywhere: or only to elements that this computation does not round.
+            everywhere: whether the bound of every element is widened. If not, only those of elements that
+                this computation does not round.
         """
         if self.bound is None or other.bound is None:
             return self
@@ -59,9 +61,9 @@ class Expected:
         return Expected(self.exact, bound, turned)
 
     def excess(self, value: torch.Tensor) -> torch.Tensor:
-        """The error of each element over its bound; above 1 rounding does not explain it.
+        """The error of each element divided by its bound; rounding does not explain more than 1.
 
-        An error without a finite bound is infinitely far above it: nothing is right for want of a bound.
+        Where the bound is infinite, any error gives infinity: a missing bound makes no result correct.
         """
         exact = self.exact
         if self.bound is None:
@@ -96,13 +98,13 @@ def expected(
     """The expected values of a program, with bounds for their errors.
 
     Args:
-        program: over global values, on one device.
-        inputs: of the program, in their own precision.
-        nodes: whose value is one tensor.
-        precision: in which operations count as done, and inputs as held: that of the function whose
-            values are compared with these.
-        runs: how many perturbed runs measure the bounds.
-        seed: of the perturbations.
+        program: a program over global values, on one device.
+        inputs: the program's inputs, in their own precision.
+        nodes: the nodes whose values are expected; each value is one tensor.
+        precision: the precision of the function whose values are compared with these. Operations count
+            as computed, and inputs as held, in its dtypes.
+        runs: the number of perturbed runs that measure the bounds.
+        seed: the seed of the perturbations.
 
     Returns:
         For each node, its `Expected`.
@@ -129,7 +131,7 @@ def expected(
 def _held(
     program: Program, inputs: Sequence[Any], precision: Precision
 ) -> dict[fx.Node, torch.Tensor]:
-    """The inputs that the other function rounds before it computes with them, as it holds them."""
+    """The inputs that the compared function rounds before it uses them, rounded to its dtypes."""
     found: dict[fx.Node, torch.Tensor] = {}
     dtypes = precision.of_inputs(program)
     for node, x in zip(program.placeholders, inputs, strict=True):
@@ -141,17 +143,17 @@ def _held(
 
 
 class _Spread:
-    """How far perturbed values are from the exact one."""
+    """The distances of perturbed values from the exact value."""
 
     def __init__(self, exact: torch.Tensor, dtype: torch.dtype) -> None:
         self.exact, self.dtype = exact, dtype
         self.moved = torch.zeros(exact.shape, dtype=torch.bool)
-        self.furthest = torch.zeros(exact.shape, dtype=torch.float64)  # in finite values
+        self.furthest = torch.zeros(exact.shape, dtype=torch.float64)  # over finite values
         self.turned = torch.zeros(exact.shape, dtype=torch.bool)
         self.known = torch.zeros(exact.shape, dtype=torch.bool)
 
     def add(self, value: torch.Tensor) -> None:
-        """Note the values of one more run."""
+        """Include the values of one more run."""
         same = alike(value, self.exact)
         away = torch.where(same, 0.0, (value - self.exact).abs())
         finite = away.isfinite()
@@ -163,21 +165,22 @@ class _Spread:
     @property
     def expected(self) -> Expected:
         """The value, with a bound of zero for elements that no rounding moves."""
-        underflow = torch.finfo(self.dtype).smallest_normal  # what is smaller may be rounded to zero
+        underflow = torch.finfo(self.dtype).smallest_normal  # smaller values may be rounded to zero
         outlying = self.furthest > _OUTLYING * self._usual
         bound = torch.zeros_like(self.furthest)
         for group in (self.moved & outlying, self.moved & ~outlying):
             if group.any():
                 bound[group] = _OVER_LARGEST * self.furthest[group].max() + underflow
         if self.moved.any() and self.dtype == torch.float64:
-            # The exact value is computed in that too: it is as far off, and where no run moves it.
+            # The exact value is computed in float64 too, so it is as inexact as the runs, even where
+            # no run moves it.
             bound = 2 * bound + torch.finfo(self.dtype).eps * self._largest
         unknown = self.turned & ~self.known
         return Expected(self.exact, bound.masked_fill(unknown, torch.inf), self.turned)
 
     @property
     def _usual(self) -> float:
-        """By how much elements move at least: half of those that do, or as the largest is rounded."""
+        """The usual movement: the median over moved elements, at least the largest's rounding error."""
         moved = self.furthest[self.furthest > 0]
         median = float(moved.median()) if moved.numel() else 0.0
         return max(median, unit_roundoff(self.dtype) * self._largest)

@@ -26,14 +26,14 @@ class InDouble(fx.Interpreter):
     """Evaluates a program with every floating value in double precision.
 
     Args:
-        program: over global values, on one device.
+        program: a program over global values, on one device.
     """
 
     def __init__(self, program: Program) -> None:
         super().__init__(torch.nn.Module(), garbage_collect_values=False, graph=program.graph)
 
     def evaluate(self, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-        """The value of every node, for these inputs in their own precision."""
+        """The value of every node, given the inputs in their own precision."""
         with torch.no_grad():
             self.run(*map(as_double, inputs), enable_io_processing=False)
         return self.env
@@ -54,21 +54,21 @@ class InDouble(fx.Interpreter):
         if _has_known_shape(node, result):
             return result
         if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
-            return map_aggregate(VAL.of(node), as_double)  # of the recorded run
+            return map_aggregate(VAL.of(node), as_double)  # from the recorded run
         return self._in_own_precision(node)
 
     def _in_own_precision(self, node: fx.Node) -> Any:
-        """The value of a call that is defined for that alone: a view of the bits as another dtype."""
+        """The value of a call that needs the recorded dtypes: a view of bits as another dtype."""
         narrow = fx.map_arg(
             (node.args, node.kwargs), lambda n: _as_narrow(self.env[n], VAL.get(n))
         )
         return map_aggregate(call_pure(node, *narrow), as_double)
 
 
-# Kernels that subtract what they compute from their operand: the logarithm of a sum, a mean gradient.
-# What is subtracted is rounded, however small the difference.
+# Kernels that subtract a value that they compute (the logarithm of a sum, a mean gradient) from their
+# operand. The rounding error of this value remains, even if the difference is small.
 _SUBTRACT = ("aten._log_softmax", "aten._log_softmax_backward_data")
-# Kernels that scale their operand, and then subtract the scaled mean.
+# Kernels that scale their operand and then subtract the scaled mean.
 _CENTER = (
     "aten.native_batch_norm",
     "aten._native_batch_norm_legit",
@@ -77,12 +77,12 @@ _CENTER = (
 
 
 class Perturbed(InDouble):
-    """Evaluates a program in double precision with its roundings put in at random.
+    """Evaluates a program in double precision, with random errors of the size of its roundings.
 
     Args:
-        program: over global values, on one device.
-        roundings: of the calls that round.
-        generator: draws the perturbations.
+        program: a program over global values, on one device.
+        roundings: the errors of each call that rounds.
+        generator: the generator of the random errors.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ def _has_known_shape(node: fx.Node, value: Any) -> bool:
 
 
 def as_double(value: Any) -> Any:
-    """A floating or complex tensor in double precision; anything else as it is."""
+    """A floating or complex tensor in double precision; any other value unchanged."""
     if not is_inexact(value):
         return value
     return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)

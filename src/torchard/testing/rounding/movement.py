@@ -1,4 +1,4 @@
-"""Which operations compute nothing: they move values, or choose among them, and so round none."""
+"""Operations that round nothing, because they compute nothing: they move or select values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchard.functional.programs.views import is_view
 
 __all__ = ["counts", "literals", "moves", "rearranges"]
 
-# Operations that put values elsewhere, whatever the values are.
+# Operations that move values, in a way that does not depend on the values.
 _REARRANGES = frozenset(
     f"aten.{name}"
     for name in (
@@ -21,9 +21,9 @@ _REARRANGES = frozenset(
     )
 )
 
-# Operations whose results are some of their operands, at most with another sign. Those that are missing
-# here and above cost one rounding too many. Were results perturbed, no operand would equal the largest
-# any more, and gradients that ask which one does would be NaN.
+# Operations whose results are elements of their operands, perhaps negated. An operation that is missing
+# here and above counts one rounding too many. If the results of amax were perturbed, no element of the
+# operand would equal the maximum, and gradients, which look for the equal element, would be NaN.
 _SELECTS = frozenset(
     f"aten.{name}"
     for name in (
@@ -34,20 +34,20 @@ _SELECTS = frozenset(
     )
 )
 
-# Operations whose results are small integers, whatever the values are, and none of them is rounded.
+# Operations whose results are integers, which are not rounded.
 _COUNTS = frozenset(f"aten.{name}" for name in ("ceil", "floor", "round", "sgn", "sign", "trunc"))
 
-# Operations that select or compute, by their argument of this name and position.
+# Operations that select or compute, depending on the argument ``reduce``; the numbers are its positions.
 _REDUCES = {"aten.scatter_reduce": 4, "aten.index_reduce": 4}
 
 
 def rearranges(node: fx.Node) -> bool:
-    """Whether an operation moves values from place to place, all of them alike."""
+    """Whether an operation only moves values, whatever they are."""
     return is_view(node) or op_name(node) in _REARRANGES
 
 
 def moves(node: fx.Node) -> bool:
-    """Whether all of an operation's results are operands or literals."""
+    """Whether all elements of an operation's results are elements of operands, or literals."""
     name = op_name(node)
     if name == "aten.abs" and _of_complex(node):
         return False
@@ -57,7 +57,7 @@ def moves(node: fx.Node) -> bool:
 
 
 def counts(node: fx.Node) -> bool:
-    """Whether all of an operation's results are integers, which no rounding moves a little."""
+    """Whether all of an operation's results are integers, which roundings move by 0 or at least 1."""
     return op_name(node) in _COUNTS and len(node.args) + len(node.kwargs) == 1 and not _of_complex(node)
 
 

@@ -1,4 +1,4 @@
-"""By how much rounding moves each element of a function's result, measured."""
+"""Measures by how much rounding moves each element of a function's results."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from torchard.testing.rounding.roundings import roundings_of
 __all__ = ["Noise", "nudged"]
 
 _EPS = torch.finfo(torch.float64).eps
-# What is smaller may be zero in one of two computations that agree.
+# A smaller value may be zero in one of two computations that agree.
 _UNDERFLOW = torch.finfo(torch.float64).smallest_normal
-# Perturbed runs at one point.
+# The number of perturbed runs at each point.
 _RUNS = 2
 
 
 def _in_float64(dtype: torch.dtype) -> torch.dtype:
-    """What a derivative loses by computing in less is no rounding of it."""
+    """float64 for every dtype: the errors of narrower dtypes inside a derivative are not rounding."""
     return torch.float64
 
 
 class Noise:
-    """The rounding errors of a function of float64 tensors, from runs of its program with others put in.
+    """The rounding errors of a function of float64 tensors, measured by perturbed runs of its program.
 
     Args:
-        fn: a function of tensors, to tensors.
-        args: where its program is recorded: which operations round is asked there.
-        seed: of the perturbations.
+        fn: a function from tensors to tensors.
+        args: the arguments with which the program is recorded. They determine which operations round.
+        seed: the seed of the perturbations.
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple[torch.Tensor, ...], seed: int = 0) -> None:
@@ -49,7 +49,7 @@ class Noise:
         self.generator = torch.Generator().manual_seed(seed)
 
     def at(self, *args: torch.Tensor, runs: int = _RUNS) -> torch.Tensor:
-        """The largest error of each element over some perturbed runs, in one row."""
+        """The largest error of each element over ``runs`` perturbed runs, in one row."""
         inputs = [*args, *self.inputs[self.count :]]
         exact = self._results(InDouble(self.program), inputs)
         most = _UNDERFLOW + _EPS / 2 * exact.abs()
@@ -73,7 +73,7 @@ def _row(program: Program, values: dict[fx.Node, Any]) -> torch.Tensor:
 
 # -- which side of a kink -----------------------------------------------------------------------------
 
-# By how much zeros are moved: too little for anything but their sign.
+# By how much zeros are moved: so little that only their sign matters.
 _OFF_ZERO = 1e-30
 # The number of runs with random signs, in addition to all values up and all values down.
 _NUDGES = 14
@@ -82,18 +82,19 @@ _NUDGES = 14
 def nudged(
     fn: Callable[..., Any], args: tuple[torch.Tensor, ...], size: float = 2.0**-50
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a function's results are if every value on the way to them is moved by a little.
+    """A function's results if all of its inputs and intermediate values are moved slightly.
 
-    Unlike roundings, this moves values that are exact: a sum that is exactly zero is on one side of a
-    kink in one run, and on the other in another.
+    Unlike rounding, this also moves exact values: a sum that is exactly zero is on one side of a kink in
+    some runs and on the other side in others.
 
     Args:
-        fn: a function of tensors, to tensors.
+        fn: a function from tensors to tensors.
         args: its arguments.
-        size: by how much, relative to each value.
+        size: the distance by which values move, relative to each value.
 
     Returns:
-        Of each element of the results, in one row: the mean of all runs, and how far from it one is.
+        The mean of each element of the results over all runs, and the largest distance of a run from the
+        mean; each in one row.
     """
     program, inputs = program_of(lambda *xs: tuple(fn(*xs)), args)
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +113,7 @@ def nudged(
 
 @dataclass(frozen=True)
 class _Nudge:
-    """Moves floating values; upwards, downwards, or (sign 0) each at random."""
+    """Moves floating values: all upwards, all downwards, or (sign 0) each in a random direction."""
 
     size: float
     sign: float
@@ -129,7 +130,7 @@ class _Nudge:
 
 
 class _Nudged(InDouble):
-    """Evaluates a program, with the results of all operations moved that compute any."""
+    """Evaluates a program, and moves the results of operations that compute values."""
 
     def __init__(self, program: Program, nudge: _Nudge) -> None:
         super().__init__(program)

@@ -1,4 +1,4 @@
-"""In which dtypes a program computes each result, and holds the inputs on the way there."""
+"""The dtypes in which a program computes each result, and those in which it holds its inputs."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Precision:
     only: bool = field(default=False, repr=False)
 
     def counted(self, dtype: torch.dtype) -> torch.dtype:
-        """The real dtype in which an operation in this one counts as done."""
+        """The real dtype in which an operation in ``dtype`` counts as computed."""
         return self.narrowest if self.narrowest and self.only else narrower(dtype, self.narrowest)
 
     def of_inputs(self, program: Program) -> dict[fx.Node, torch.dtype]:
-        """In which dtypes another program's inputs count as held; else the narrowest."""
+        """The dtypes in which another program's inputs count as held: ``narrowest`` for unknown paths."""
         if self.narrowest is None:
             return {}
         known = dict(self.held)
@@ -60,11 +60,11 @@ class Precision:
 
 
 OWN = Precision()
-"""Of a function that is not known: what another returns counts as computed in its own dtypes."""
+"""The precision of a function that is not known: other functions' operations keep their own dtypes."""
 
 
 def precisions(program: Program) -> dict[Precision, list[int]]:
-    """The results of a program by their precision; those of one narrowest dtype share what they hold."""
+    """The results of a program by their precision; results with one narrowest dtype share ``held``."""
     groups: dict[torch.dtype | None, dict[int, set[fx.Node]]] = {}
     for i, result in enumerate(program.results):
         if isinstance(result, fx.Node):
@@ -93,7 +93,7 @@ def _held(program: Program, nodes: set[fx.Node]) -> tuple[tuple[str, torch.dtype
 
 
 def _behind(result: fx.Node) -> set[fx.Node]:
-    """A node and all that it depends on."""
+    """A node and all nodes that it depends on."""
     found, stack = {result}, [result]
     while stack:
         for source in stack.pop().all_input_nodes:

@@ -1,9 +1,9 @@
-"""The program of one run: the operations that a call ran on its values, whatever they depended on.
+"""The program of one run: the operations that a call ran on its values.
 
-A trace is for all values, so it refuses a branch on one, a mask, `item()`, a draw from the global
-generator, an autograd.Function without setup_context. A recording is of one call: its branches are the
-ones that were taken, its draws are constants, and numbers that were read are numbers. With other
-roundings it takes the same branches: the error bound is valid for this call.
+A trace must be valid for all values, so it refuses branches on values, masks, `item()`, draws from the
+global generator, and an autograd.Function without setup_context. A recording represents one call: it has
+the branches that were taken, and random draws and numbers that were read from tensors are constants. It
+takes the same branches with other rounding errors, so the error bound is valid for this call only.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def program_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Program, li
 
     Args:
         fn: any function of pytrees; it runs once.
-        args: its arguments, plain tensors among their leaves.
+        args: its arguments; tensors among their leaves are plain tensors.
 
     Returns:
-        A program with the tensors of the arguments as primals, and with tensors that the function closed
-        over, made by other means than torch's operators, or drew at random as constants. Values of its
-        nodes (`VAL`) are real tensors: what was computed, or what is in its memory since.
+        A program whose primals are the tensors of the arguments. Tensors that the function closes over,
+        draws at random, or creates by other means than torch's operators are constants. The values of
+        nodes (`VAL`) are real tensors: the results, or what later writes left in the results' memory.
 
     Raises:
         PurityError: an operation writes in place and has no pure form.
@@ -94,7 +94,7 @@ def _check_complete(
     """Check that the program gives the same results as the run.
 
     Raises:
-        PurityError: it does not: something wrote to memory besides torch's operators.
+        PurityError: the results differ, because code other than torch's operators wrote to memory.
     """
     with torch.no_grad():
         known = fx.Interpreter(torch.nn.Module(), graph=program.graph).run(
@@ -119,7 +119,7 @@ def _check_complete(
 
 @dataclass(frozen=True)
 class _Operand:
-    """A tensor that no recorded operation made: its placeholder, and its value when it was first read."""
+    """A tensor that no recorded operation created: its placeholder, and its value when first read."""
 
     node: fx.Node
     value: torch.Tensor
@@ -127,19 +127,20 @@ class _Operand:
 
 @dataclass
 class _Recording:
-    """A graph in the making, and which node every tensor is.
+    """A graph that is being recorded, and the node of each tensor.
 
-    A tensor is identified by its memory, offset and strides, not by its identity: autograd passes on
-    copies of views that share their memory. Two tensors that lie alike have one value, at any time.
+    A tensor is identified by its memory, offset and strides, not by its Python object, because autograd
+    passes on copies of views that share their memory. Two tensors with the same memory, offset and
+    strides have the same value at any time.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     constants: list[_Operand] = field(default_factory=list)
     nodes: dict[_Key, fx.Node] = field(default_factory=dict)
-    last: fx.Node | None = None  # of the placeholders
+    last: fx.Node | None = None  # the last placeholder
     kept: list[Any] = field(
         default_factory=list
-    )  # memory that is freed would be taken for other tensors
+    )  # keeps memory alive: freed memory would be reused for other tensors
 
     def add(self, name: str, tensor: torch.Tensor, value: torch.Tensor | None = None) -> _Operand:
         """A placeholder for a tensor, with a copy of its current contents."""
@@ -150,7 +151,7 @@ class _Recording:
         return _Operand(node, copy)
 
     def constant(self, tensor: torch.Tensor) -> fx.Node:
-        """A placeholder for a tensor that no operation made."""
+        """A placeholder for a tensor that no operation created."""
         operand = self.add("constant", tensor)
         self.constants.append(operand)
         return operand.node
@@ -161,10 +162,10 @@ class _Recording:
         return self.constant(tensor) if node is None else node
 
     def operands(self, value: Any, held: bool) -> Any:
-        """Arguments of an operation, with nodes in the place of tensors: before it writes to one.
+        """An operation's arguments with nodes in place of tensors; called before the operation writes.
 
         Args:
-            held: whether masks are constants, because how many elements they select is a shape.
+            held: whether masks are constants, because the number of elements that they select is a shape.
         """
 
         def operand(x: Any) -> Any:
@@ -183,7 +184,7 @@ class _Recording:
         self._result(node, result)
 
     def copy_what_is_written(self) -> None:
-        """Let operations read and write a copy of each operand that they write to."""
+        """Replace each placeholder whose memory is written by a copy, which operations read and write."""
         written = {storage_key(into) for node in self.graph.nodes for into in written_nodes(node)}
         for node in self.graph.find_nodes(op="placeholder"):
             if storage_key(node) in written:
@@ -209,14 +210,14 @@ class _Recording:
                 self._result(part, item)
 
     def _know(self, node: fx.Node, tensor: torch.Tensor) -> None:
-        alias = tensor.detach()  # whose dims stay, whatever is done to the tensor's in place
+        alias = tensor.detach()  # its dims stay as they are if the tensor's are changed in place
         VAL.set(node, alias)
         self.nodes[_key(tensor)] = node
         self.kept.append(alias)
 
 
 class _Mode(internals.TorchDispatchMode):
-    """Records operations as they run: those of derivatives too, below every level of torch.func."""
+    """Records operations as they run, below every level of torch.func; operations of derivatives too."""
 
     def __init__(self, recording: _Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -225,7 +226,7 @@ class _Mode(internals.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten.native_batch_norm.default and args[3] is not None:
-            func = aten._native_batch_norm_legit.default  # which says that it writes the statistics
+            func = aten._native_batch_norm_legit.default  # its schema states the write to statistics
         operands = self.recording.operands((args, kwargs), held=_has_shape_of_values(func))
         result = func(*args, **kwargs)
         if _draws(func, args, kwargs):
@@ -235,7 +236,7 @@ class _Mode(internals.TorchDispatchMode):
         return result
 
     def _drawn(self, func: Any, args: Any, kwargs: Any, operands: Any, result: Any) -> None:
-        """A draw is a constant: written over what it was drawn into, if it was drawn in place."""
+        """Record a draw as a constant, which a draw in place writes over its operand."""
         if func is aten.native_dropout.default:
             _, mask = result
             scale = 1.0 / (1.0 - args[1]) if args[1] < 1 else 0.0
@@ -261,7 +262,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _has_shape_of_values(func: Any) -> bool:
-    """Whether a mask among the operands decides about a shape."""
+    """Whether a mask among the operands determines the result's shape."""
     return torch.Tag.dynamic_output_shape in func.tags or func in _SCATTERS
 
 
@@ -273,7 +274,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _key(tensor: torch.Tensor) -> _Key:
-    """A tensor's memory and how it lies there."""
+    """A tensor's memory, offset and strides."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         raise PurityError(
             f"{source.begins_here()}roundings of sparse, nested and quantized tensors are not measured. "

@@ -1,9 +1,10 @@
 """Which operations of a program round, and by how much: the model of rounding errors.
 
-Backward errors: an operation gives the exact result for operands that are off by as much as its rounding
-errors amount to, rounded once more. Errors of a sum of k terms are taken as independent, so that they
-grow as the square root of k (Higham, Mary, "A new approach to probabilistic rounding error analysis",
-SIAM J. Sci. Comput. 41, 2019). The size of a rounding follows from its dtype.
+The model is of backward errors: an operation returns the exact result for perturbed operands, rounded
+once more. The perturbations represent the rounding errors inside the operation. The errors in a sum of k
+terms are assumed to be independent, so that they grow as the square root of k (Higham, Mary, "A new
+approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, 2019). The
+size of a rounding error follows from the dtype.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 def alike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Where two tensors have the same value; NaNs are the same."""
+    """A mask of the elements that are equal in both tensors; NaNs are equal."""
     return (x == y) | ((x != x) & (y != y))
 
 
@@ -45,9 +46,9 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floating numbers as this dtype holds them, in double precision.
+    """Floating numbers rounded to this dtype, in double precision.
 
-    Overflow and underflow are no roundings: infinities do not appear, nor zeros.
+    Overflow and underflow do not count as rounding: no number becomes infinite or zero.
     """
     if x.is_complex():
         return torch.view_as_complex(rounded(torch.view_as_real(x.resolve_conj()), dtype))
@@ -58,12 +59,12 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rounded_number(x: float, dtype: torch.dtype) -> float:
-    """A number as this dtype holds it; see `rounded`."""
+    """A number rounded to this dtype; see `rounded`."""
     return float(rounded(torch.tensor(x, dtype=torch.float64), dtype))
 
 
 def narrower(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:
-    """Of two floating dtypes the one with the larger roundoff."""
+    """The floating dtype with the larger unit roundoff; ``dtype`` if there is no other."""
     return _real(dtype) if other is None else max(_real(dtype), other, key=unit_roundoff)
 
 
@@ -76,10 +77,10 @@ class Rounding:
     """Relative errors (standard deviations) of one operation.
 
     Attributes:
-        inside: of its operands, which represent the roundings inside.
-        of_result: of its result.
-        literals: the dtype that holds the floating numbers among its arguments, where these are values
-            of its result: how they are rounded is known.
+        inside: the errors of its operands, which represent rounding errors inside the operation.
+        of_result: the errors of its result.
+        literals: the dtype to which the floating numbers among its arguments are rounded, if they are
+            elements of its result. Their rounding is known, not random.
     """
 
     inside: float = 0.0
@@ -95,16 +96,16 @@ def roundings_of(
 ) -> dict[fx.Node, Rounding]:
     """The operations of a program that round.
 
-    Moves, views and items of tuples do not, nor do integers and booleans, nor does what is computed from
-    small integers, or multiples of one power of two, as long as results and the sums on the way to them
-    are such numbers too.
+    Views, operations that move values, and items of tuples do not round. Nor do operations on integers or
+    booleans, or on small integers or multiples of one power of two in floating tensors, as long as
+    results and intermediate sums are such numbers too.
 
     Args:
-        program: over global values.
-        values: of every node, in double precision.
-        counted: in which real dtype an operation in another counts as done; for a program that stands
-            for one in other dtypes.
-        inexact: inputs that are rounded before anything is computed from them.
+        program: a program over global values.
+        values: the value of every node, in double precision.
+        counted: maps an operation's real dtype to the one in which the operation counts as computed; for
+            a program that represents one in other dtypes.
+        inexact: inputs that are rounded before operations read them.
     """
     exact = set(program.placeholders) - set(inexact)
     found: dict[fx.Node, Rounding] = {}
@@ -114,7 +115,7 @@ def roundings_of(
         units = list(map(unit_roundoff, dtypes))
         computes = bool(units) and not moves(node) and node.target is not operator.getitem
         of_exact = all(source in exact for source in node.all_input_nodes)
-        if counts(node) or not units:  # a rounding of its operands moves it by one, or not at all
+        if counts(node) or not units:  # rounding its operands moves it by one, or not at all
             exact.add(node)
         elif computes:
             if of_exact and _is_exact(node, values, min(map(_bits, units))):
@@ -135,9 +136,9 @@ def _is_rounded(x: float, dtype: torch.dtype) -> bool:
 def _rounding(node: fx.Node, unit: float) -> Rounding:
     """The errors of an operation whose result has this unit roundoff.
 
-    One rounding has a standard deviation of the unit roundoff over sqrt(3). Functions such as exp are off
-    by two roundings in their own dtype. 16-bit operations compute in float32 and round once; sums over
-    ranks round the sum of each rank too.
+    The standard deviation of one rounding is the unit roundoff divided by sqrt(3). Functions such as exp
+    have the error of two roundings in their own dtype. 16-bit operations compute in float32 and round
+    once; sums over ranks also round the sum of each rank.
     """
     single = unit / math.sqrt(3)
     held = min(unit, unit_roundoff(torch.float32)) / math.sqrt(3)
@@ -147,7 +148,7 @@ def _rounding(node: fx.Node, unit: float) -> Rounding:
 
 
 def _terms(node: fx.Node) -> float:
-    """How many terms are added up for one element of the result, at most about."""
+    """The number of terms that are added for one element of the result: a rough upper bound."""
     results = [v for v in pytree.tree_leaves(VAL.of(node)) if isinstance(v, torch.Tensor)]
     count = max(1, sum(v.numel() for v in results))
     if is_product(node):
@@ -160,11 +161,11 @@ def _terms(node: fx.Node) -> float:
     return max(1.0, longest, sum(v.numel() for v in sizes) / count)
 
 
-# -- the bits that values take ------------------------------------------------------------------------
+# -- the number of bits that values need --------------------------------------------------------------
 
 
 def _is_exact(node: fx.Node, values: Mapping[fx.Node, Any], bits: int) -> bool:
-    """Whether neither the result nor any sum on the way to it needs more bits than these."""
+    """Whether neither the result nor any intermediate sum needs more than ``bits`` bits."""
     operands = [_span(x) for n in node.all_input_nodes for x in _tensors(values[n])]
     results = [x for x in _tensors(values[node]) if is_inexact(x)]
     if any(_bits_of_each(x) > min(bits, _CHANCE) for x in results):
@@ -173,12 +174,12 @@ def _is_exact(node: fx.Node, values: Mapping[fx.Node, Any], bits: int) -> bool:
     return terms + sum(max(span.high, 0) - min(span.low, 0) for span in operands) <= bits
 
 
-# Of the 53 bits of a double: rounded results fit in fewer than this by chance, once in thousands.
+# A double has 53 bits. A rounded result fits in fewer than this number by chance, once in thousands.
 _CHANCE = 40
 
 
 def _bits(unit: float) -> int:
-    """The bits of a significand, the leading one included."""
+    """The number of bits in a significand, including the leading 1."""
     return -round(math.log2(unit))
 
 
@@ -201,7 +202,7 @@ def _span(x: torch.Tensor) -> _Span:
 
 
 def _bits_of_each(x: torch.Tensor) -> float:
-    """The most significant bits that any one number takes."""
+    """The largest number of significant bits that any number needs."""
     x = _reals(x)
     x = x[x != 0]
     if not bool(x.isfinite().all()):
@@ -210,7 +211,7 @@ def _bits_of_each(x: torch.Tensor) -> float:
 
 
 def _lowest_bit(x: torch.Tensor) -> torch.Tensor:
-    """The exponent of the lowest bit set in each number, none of which is zero."""
+    """The exponent of the lowest set bit of each number; no number is zero."""
     fraction, exponent = torch.frexp(x)
     whole = (fraction * 2.0**53).long()
     lowest = torch.frexp((whole & -whole).double()).exponent - 1
