@@ -31,14 +31,14 @@ from torchard.functional.tracing.trace_state import TraceState, tracing
 
 __all__ = ["answer", "autograd_of", "copies_apart", "question"]
 
-# Whether a value requires gradients; None where the trace cannot tell.
+# Whether a value requires gradients; None if the trace cannot tell.
 Verdict = bool | None
 
 _READ = ("requires_grad", "is_leaf", "grad_fn", "grad", internals.VERSION)
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-# Methods of tensors that are written in Python, and what they call a mode from.
+# The files of tensor methods that are written in Python, and of the code from which they call a mode.
 _BETWEEN = tuple(os.path.join("torch", name) for name in ("overrides.py", "_tensor.py"))
-# Functions of torch that leave out the user's hooks if a value requires no gradient.
+# Torch functions that skip the user's hooks if a value requires no gradient.
 _FOR_HOOKS = (
     (os.path.join("torch", "utils", "hooks.py"), None),
     (os.path.join("torch", "autograd", "graph.py"), None),
@@ -50,7 +50,7 @@ _FOR_HOOKS = (
 
 
 def question(func: Any) -> str | None:
-    """The name of the autograd state that a function of torch reads or changes; None if it does not."""
+    """The name of the autograd state that a torch function reads or changes; None for other functions."""
     name = getattr(func, "__name__", "")
     if name not in ("__get__", "__set__"):
         return name if name in ("requires_grad_", "is_inference", *_HOOKS) else None
@@ -61,10 +61,10 @@ def question(func: Any) -> str | None:
 
 
 def answer(state: TraceState, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of func, which reads or changes the autograd state of a tensor, as in the plain call.
+    """The result that func, which reads or changes a tensor's autograd state, has in the plain call.
 
     Raises:
-        PurityError: the trace cannot tell; names the line.
+        PurityError: the trace cannot tell the result; names the line.
     """
     asking = _asking()
     if asking is None or _known_inside(state, args[0]):
@@ -83,7 +83,7 @@ def answer(state: TraceState, name: str, func: Any, args: Any, kwargs: Any) -> A
 
 
 def copies_apart(state: TraceState, tensor: torch.Tensor) -> bool:
-    """Whether torch copies a value with its object: of leaves, which gradients do not pass through."""
+    """Whether deepcopy copies a value: only leaves, because gradients do not pass through copies."""
     if _known_inside(state, tensor):
         return False
     node = _node(state, tensor)
@@ -91,7 +91,7 @@ def copies_apart(state: TraceState, tensor: torch.Tensor) -> bool:
 
 
 def _is_the_same_here(name: str, verdict: Verdict, node: fx.Node | None) -> bool:
-    """Whether the trace's answer for a value is that of the plain call."""
+    """Whether the trace and the plain call have the same answer for a value."""
     if name in (internals.VERSION, "is_inference") or (name == "grad" and _is_placeholder(node)):
         return node is None
     return verdict is False
@@ -102,8 +102,8 @@ def _turned_on(args: Any, kwargs: Any) -> bool:
 
 
 def _asking() -> str | None:
-    """Who reads: the "user"'s code, code of torch's that leaves out "hooks" of the user's, or neither."""
-    frame = sys._getframe(3)  # what called the mode
+    """The reader: the "user"'s code, torch code that skips the user's "hooks", or None for other code."""
+    frame = sys._getframe(3)  # the caller of the mode
     while frame.f_back is not None and _is_between(frame.f_code):
         frame = frame.f_back
     code = frame.f_code
@@ -114,7 +114,7 @@ def _asking() -> str | None:
 
 
 def _is_between(code: CodeType) -> bool:
-    """Whether code hands a question of others on: a mode's, or a method of tensors."""
+    """Whether code only passes a question on: a mode's code, or a tensor method."""
     return code.co_name == "__torch_function__" or code.co_filename.endswith(_BETWEEN)
 
 
@@ -138,7 +138,7 @@ def _refusal(name: str) -> PurityError:
 
 
 def _known_inside(state: TraceState, tensor: torch.Tensor) -> bool:
-    """Whether a level inside of the function gave the tensor its state, which is that of any call."""
+    """Whether a level inside the function determines the tensor's state, equally for all calls."""
     with internals.no_function_modes():
         inside = state.given is not None and internals.is_wrapped(tensor)
         return state.native(tensor) and (tensor.requires_grad or inside)
@@ -154,7 +154,7 @@ def _is_placeholder(node: fx.Node | None) -> bool:
 
 
 def _required(state: TraceState, wanted: fx.Node | None) -> Verdict:
-    """Whether the value of a node of the trace requires gradients in the call."""
+    """Whether a node's value requires gradients in the call."""
     if wanted is None:
         return False
     state.reads_autograd = True
@@ -171,7 +171,7 @@ def _required(state: TraceState, wanted: fx.Node | None) -> Verdict:
 
 
 def _after_writes(node: fx.Node, verdict: Verdict, written: set[int | None]) -> Verdict:
-    """The verdict of a value to whose memory values of another verdict may have been written."""
+    """A value's verdict; None if values that may require gradients were written to its memory."""
     return None if verdict is False and storage_key(node) in written else verdict
 
 
@@ -182,7 +182,7 @@ def _verdict(state: TraceState, node: fx.Node, inputs: Sequence[Verdict]) -> Ver
         return None
     if not _is_float(VAL.get(node)) or CUT.on(node) or _is_new(node) or set(inputs) <= {False}:
         return False
-    if node in state.ungraded:  # an autograd.Function switches gradients off, but its result has them
+    if node in state.ungraded:  # recorded inside an autograd.Function, whose result may require gradients
         return None if state.grad_mode else False
     known = node.target is operator.getitem or getattr(node.target, "namespace", "") == "aten"
     return True if known and True in inputs and state.grad_mode == state.grad_of_call else None
@@ -212,11 +212,12 @@ def _given(state: TraceState, node: fx.Node | None) -> _Given:
 
 
 class _Given(NamedTuple):
-    """The autograd state of a value of the call.
+    """The autograd state of one of the call's values.
 
     Attributes:
-        itself, result: whether it, and what is computed of it alone in the call, requires gradients.
-        leaf: whether it is a leaf.
+        itself: whether the value requires gradients.
+        result: whether results that are computed in the call from this value alone require gradients.
+        leaf: whether the value is a leaf.
     """
 
     itself: Verdict
@@ -228,12 +229,12 @@ _UNKNOWN = _Given(None, None, True)
 
 
 def autograd_of(value: Any) -> _Given:
-    """The autograd state of a value of a call that is made now."""
+    """The autograd state of a value in a call that is made now."""
     return _autograd_of(value, tracing(), internals.level_kinds())
 
 
 def _autograd_of(value: Any, around: Sequence[TraceState], levels: Sequence[Any]) -> _Given:
-    """The autograd state of a value of a call in these traces and functorch levels in them."""
+    """The autograd state of a value in a call inside these traces and functorch levels."""
     if is_placed(value):
         parts = {_autograd_of(p, around, levels) for p in value.__torchard_placed__().parts}
         return parts.pop() if len(parts) == 1 else _UNKNOWN
@@ -252,17 +253,17 @@ def _autograd_of(value: Any, around: Sequence[TraceState], levels: Sequence[Any]
 
 
 def _below(value: Any, base: torch.Tensor, around: Sequence[TraceState], place: int) -> Verdict:
-    """Whether what functorch wraps in a value requires gradients, in the trace at this place if any."""
+    """Whether the tensor inside functorch's wrappers requires gradients (in the trace at ``place``)."""
     if place >= 0:
         return _required(around[place], internals.proxy_node(around[place].tracer, base))
-    for trace in around:  # each depends on it as well
+    for trace in around:  # each of these traces depends on the value too
         trace.reads_autograd = True
         _given(trace, internals.proxy_node(trace.tracer, trace.lift(value)))
     return base.requires_grad
 
 
 def _of_result(itself: Verdict, below: Verdict, wrapped: bool, levels: Sequence[Any]) -> Verdict:
-    """Whether what is computed of a value requires gradients: the innermost level alone tells."""
+    """Whether results that are computed from a value require gradients inside these levels."""
     if not levels:
         return itself
     if levels == [internals.GRAD]:

@@ -1,4 +1,4 @@
-"""Gradients that a traced function takes inside: which input of the trace each belongs to."""
+"""Gradients that a traced function takes inside, and the trace's input to which each belongs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAME = (aten.alias.default, aten.detach.default, aten._to_copy.default)
 
 
 def note(state: TraceState, primals: Sequence[Any], gradients: Sequence[Any]) -> None:
-    """Record, for gradients with respect to inputs of the trace, which input each belongs to."""
+    """Record the input of each gradient that is with respect to an input of the trace."""
     for primal, gradient in zip(primals, gradients, strict=True):
         if gradient is not None:
             _pair(state, primal, gradient)
@@ -36,10 +36,10 @@ def _pair(state: TraceState, primal: torch.Tensor, gradient: torch.Tensor) -> No
 def note_replayed(
     state: TraceState, program: Program, operands: Sequence[Any], values: Sequence[Any]
 ) -> None:
-    """The same, for the gradients among the outputs of a program that was replayed in this trace.
+    """Like `note`, for gradients among the outputs of a program that was replayed in this trace.
 
-    An output that is a gradient taken inside knows its input by position. An output of role ``gradient``
-    may be that of a backward half, which has an input only as a residual, under the input's path.
+    An output that is a gradient taken inside records its input's position. An output of role ``gradient``
+    may belong to a backward half, which has the input only as a residual, under the input's path.
     """
     by_path = {leaf.path: operand for leaf, operand in zip(program.inputs, operands, strict=False)}
     for leaf, value in zip(program.outputs, values, strict=True):
@@ -53,7 +53,7 @@ def note_replayed(
 
 
 def primals_of(state: TraceState, outputs: Sequence[fx.Node]) -> list[fx.Node | None]:
-    """For each output, the input whose gradient it is; None if it is none."""
+    """For each output that is a gradient, the input to which it belongs; None for other outputs."""
     return [state.gradients.get(_same(output)) for output in outputs]
 
 
@@ -63,7 +63,7 @@ def _node(state: TraceState, tensor: torch.Tensor) -> fx.Node | None:
 
 
 def _same(node: fx.Node) -> fx.Node:
-    """The node behind aliases, detaches and conversions of dtype."""
+    """The node behind aliases, detaches and dtype conversions."""
     while node.target in _SAME:
         node = node.all_input_nodes[0]
     return node

@@ -1,8 +1,8 @@
-"""Results that are objects of a class that is no pytree node, and hold traced tensors: a model's cache.
+"""Results that are objects which hold traced tensors and are not pytree nodes, such as a model's cache.
 
-Classes that torch's pytree knows become nodes. Of others, the tensors are results like any other: a
-call returns a copy of each object that refers to one of them, with the values of the call in it, and of
-the lists and dicts in that; everything else is that which the traced call returned.
+Objects of classes that torch's pytree knows become nodes. The tensors in other objects are results like
+all others: a call returns a copy of each object that refers to such tensors, with the call's values in
+it, and of the lists and dicts inside. Everything else is returned as in the traced call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["check_unchanged", "has_objects", "register_torch_nodes", "restored",
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a trace in progress, or of a level of torch.func."""
+    """Whether a tensor belongs to a trace in progress or to a level of torch.func."""
     base = internals.base_tensor(tensor)
     if base is not tensor:
         return True
@@ -42,13 +42,13 @@ class _Slot:
 
 
 class _Model:
-    """An object with slots in place of its traced tensors, of which calls make copies.
+    """An object with slots in place of its traced tensors; calls return copies of the object.
 
     Args:
-        value: the object, or one in which it is.
-        slots: those in it, in the order of the tensors.
-        names: the path of each within the object.
-        shared: what copies share with it.
+        value: the object, or an object that contains it.
+        slots: the slots in the object, in the order of the tensors.
+        names: the path of each slot within the object.
+        shared: the values that copies share with the object, by id.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class _Model:
 
 
 class _Object:
-    """A node in the place of such an object; its children are the object's tensors."""
+    """A node in place of an object that holds traced tensors; its children are these tensors."""
 
     def __init__(self, model: _Model, tensors: Sequence[Any]) -> None:
         self.model, self.tensors = model, tensors
 
     def restored(self, memo: dict[int, Any]) -> Any:
-        """The object with these tensors; what several objects refer to is copied once per memo."""
+        """A copy of the object with these tensors. Shared references are copied once for each memo."""
         memo.update(self.model.shared)
         memo.update({id(s): x for s, x in zip(self.model.slots, self.tensors, strict=True)})
         return copy.deepcopy(self.model.value, memo)
 
 
 class _Entry(optree.PyTreeEntry):
-    """A tensor in an object, by its path there."""
+    """A tensor in an object, by its path within the object."""
 
     def codify(self, node: str = "") -> str:
         return f"{node}{self.entry}"
@@ -90,10 +90,10 @@ register(
 
 
 def with_objects(output: Any, is_wanted: Callable[[torch.Tensor], bool] = _is_traced) -> Any:
-    """A result with nodes in place of the objects that hold traced tensors, or other wanted ones.
+    """A result with nodes in place of the objects that hold wanted tensors, by default traced tensors.
 
     Raises:
-        PurityError: such an object cannot be made anew with the values of a call; names its path.
+        PurityError: such an object cannot be copied with the values of a call; names its path.
     """
     leaves, structure = tree.flatten(output)
     known = References(is_wanted)
@@ -133,7 +133,7 @@ def _models(
     for i, tensors in held.items():
         try:
             value = copy.deepcopy(leaves[i], memo) if known.complete else leaves[i]
-        except Exception as error:  # whatever its class does when it is copied
+        except Exception as error:  # copying may run any code of its class
             raise _refusal(leaves[i], paths[i], next(iter(tensors))) from error
         if left := References(known.is_wanted).search(value, ""):
             raise _refusal(leaves[i], paths[i], next(iter(left)))
@@ -142,12 +142,12 @@ def _models(
     return found
 
 
-# Tensors in these have no order, and derivatives are traced by running the function again.
+# Tensors in sets have no order, but a derivative is traced by a second run, which needs their order.
 _NO_ORDER = (set, frozenset)
 
 
 def restored(output: Any) -> Any:
-    """A result with the objects again that `with_objects` replaced."""
+    """A result in which the objects that `with_objects` replaced are restored."""
     memo: dict[int, Any] = {}
     leaves, structure = tree.flatten(output, is_leaf=_is_object)
     return structure.unflatten(x.restored(memo) if _is_object(x) else x for x in leaves)
@@ -183,12 +183,12 @@ def check_unchanged(arguments: Sequence[Any], is_own: Callable[[torch.Tensor], b
             )
 
 
-# -- nodes of torch's own pytree -----------------------------------------------------------------------
+# -- nodes of torch's pytree ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Context:
-    """The static part of a node in torch's pytree, made hashable: optree requires it, torch does not."""
+    """The static part of a node in torch's pytree, made hashable, as optree (not torch) requires."""
 
     value: Any
 
@@ -205,7 +205,7 @@ def register_torch_nodes(value: Any) -> None:
         node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
         if node is None:
             continue
-        # The leaves were listed before the first of its class was registered.
+        # The leaves were listed before the first object of its class was registered.
         if any(each is leaf for each in tree.leaves(leaf)):
             _register(type(leaf), node)
         register_torch_nodes(leaf)

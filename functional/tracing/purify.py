@@ -37,7 +37,7 @@ def specs_of(graph: fx.Graph) -> list[TensorSpec]:
 def replay(
     graph: fx.Graph, inputs: Sequence[torch.Tensor], call: Callable[..., Any] | None = None
 ) -> list[Any]:
-    """Run a graph node by node; inside a trace, every new node gets the tags of the old one.
+    """Run a graph node by node; inside a trace, every new node gets the tags of the old node.
 
     Args:
         call: runs a node, given its args and kwargs. The default, `call_pure`, is for pure graphs, where
@@ -89,13 +89,13 @@ def _replay_node(
         return value
     if node.target is operator.getitem:
         state.retag(value, node)
-    elif NAME.on(node):  # a label, whichever operation computes the value now
+    elif NAME.on(node):  # a label stays, whichever operation computes the value now
         state.label(value, NAME.of(node))
     return value
 
 
 def call_pure(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a node of a pure graph: as nothing is written, a view may be a copy (vmap changes strides)."""
+    """Run a node of a pure graph. Nothing is written, so a view may be a copy (vmap changes strides)."""
     if node.target in batch_norm.CALLS:
         return batch_norm.CALLS[node.target](node, *args, **kwargs)
     target: Any = aten.reshape.default if node.target is aten.view.default else node.target
@@ -114,7 +114,7 @@ def _with_one_row(x: torch.Tensor, row: torch.Tensor, dim: int, index: int) -> t
     return torch.slice_scatter(x, row.unsqueeze(dim), dim, index, index + 1)
 
 
-# Memory formats for a fixed number of dims, to which vmap adds one.
+# Memory formats for a fixed number of dims; under vmap a tensor has one dim more.
 _BY_RANK = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -159,7 +159,7 @@ def _check_random(graph: fx.Graph) -> None:
 
 
 def _without_dropout(node: fx.Node) -> bool:
-    """Whether the operation's dropout, for which torch tags attention as random, is off."""
+    """Whether an operation's dropout is off: torch tags attention as random because of its dropout."""
     target: Any = node.target
     names = [argument.name for argument in internals.schema(target).arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -185,7 +185,7 @@ def _check_mutation(recording: Recording, paths: Sequence[str]) -> None:
 
 
 def _check_pure(graph: fx.Graph) -> None:
-    """Refuse operations that still write: reordered or run twice, they would give other results."""
+    """Refuse operations that still write: if reordered or run twice, they would change results."""
     for node in graph.nodes:
         if written_nodes(node):
             raise PurityError(
@@ -198,7 +198,7 @@ def _check_pure(graph: fx.Graph) -> None:
 
 
 def _strip_detaches(graph: fx.Graph) -> None:
-    """Remove the detaches that autograd inserts: they would stop second derivatives.
+    """Remove the detaches that autograd inserts, because they would stop second derivatives.
 
     The user's own detach (tagged ``cut``) stays.
     """
@@ -210,14 +210,14 @@ def _strip_detaches(graph: fx.Graph) -> None:
 
 
 def _strip_copies(graph: fx.Graph) -> None:
-    """Remove copies of constants: they protect them from writes, and none are left."""
+    """Remove copies of constants. Copies protect constants from writes, but no writes are left."""
     for node in graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
         if node.args[0].op == "placeholder":
             node.replace_all_uses_with(node.args[0])
 
 
 def _move_indices(graph: fx.Graph) -> None:
-    """Move indices to the device of what they index: kernels alone take those of a CPU."""
+    """Move indices to the device of the indexed tensor: only torch's kernels accept CPU indices."""
     for node in graph.nodes:
         if node.target in (aten.index.Tensor, aten.index_put.default):
             device = VAL.of(node).device

@@ -1,4 +1,4 @@
-"""Runs a function of flat tensors on fake tensors, in a clean thread state, and records the graph."""
+"""Runs a function of flat tensors on fake tensors, in a clean thread state, and records its graph."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Recording:
         without_grad: whether the graph alone does not determine its derivatives.
         forgets_turns: see `mutation.forgets_turns`.
         primals: for each output that is a gradient taken inside, the input it belongs to; else None.
-        reads_autograd: whether it depends on which inputs require gradients in the call.
-        picked: lookups that stand for views.
+        reads_autograd: whether the graph depends on which inputs require gradients in the call.
+        picked: lookups that represent views.
     """
 
     graph: fx.Graph
@@ -64,10 +64,10 @@ def record(
     """Record the graph of fn on fake tensors of these specs; its outputs are in fn's order.
 
     Args:
-        gradients: inputs that require grad inside (for derivatives taken by plain autograd).
-        grad_mode: torch's grad mode inside fn. If off, no derivative of the tracing is right.
-        given: the values of the inputs in the call, if it is known.
-        paths: what messages call the inputs.
+        gradients: for each input, whether it requires gradients inside (for plain autograd).
+        grad_mode: torch's grad mode inside fn. If it is off, derivatives of the recording are wrong.
+        given: the values of the inputs in the call, if the call is known.
+        paths: the names of the inputs in messages.
 
     Raises:
         PurityError: fn branches on a tensor's value.
@@ -88,7 +88,7 @@ def record(
                 _check_layouts(state.tracer.graph)
                 nodes = tuple(_output_node(state, output) for output in outputs)
             state.tracer.graph.output(nodes)
-        finally:  # what is kept outside of a trace that was refused has no value either
+        finally:  # after a refused trace too, tensors that were kept outside have no values
             internals.end_fakes(state.tracer, _leaked)
     closures = [closure for closure, _ in state.closures.values()]
     forgets = state.turned and forgets_turns(state.tracer.graph)
@@ -113,14 +113,14 @@ def _fake_inputs(
     inputs = [internals.fake(fakes, spec) for spec in specs]
     for tensor, spec in zip(inputs, specs, strict=True):
         if spec.weak:
-            tensor._torchard_weak = True  # type: ignore[attr-defined]  # our own mark
+            tensor._torchard_weak = True  # type: ignore[attr-defined]  # torchard's mark
     for tensor, wanted in zip(inputs, gradients, strict=False):
         if wanted:
             tensor.requires_grad_()
     return inputs
 
 
-# Parts of torch's messages where C++ code reads a value from a tensor that has none.
+# Parts of torch's messages when C++ code reads the value of a tensor that has none.
 _READS_A_VALUE = (
     *("get value out of a tracing tensor", "its data is not allocated yet"),
     *(".numpy() is not supported for tensor subclasses", ".tolist() is not supported for tensor"),
@@ -129,8 +129,8 @@ _READS_A_VALUE = (
     *("Tensor that doesn't have storage", "on a tensor with unallocated storage"),
     *("calling .item() on a Tensor", "attempting to use a Tensor in some data-dependent control flow"),
 )
-# Operators by which Python code reads a value; any other one reads it for itself. What torch counts
-# among operators with results of unknown shape, because of the shape of what it keeps for its backward.
+# Operators by which Python code reads a value; all other operators read values for their own use. Below
+# them, an operator whose result has an unknown shape because of values that it saves for its backward.
 _OF_BRANCHES = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::allclose")
 _KEEPS_UNKNOWN_SHAPES = ("aten::_ctc_loss",)
 _DRAWN = (
@@ -142,8 +142,8 @@ _NOT_STRIDED = (
     "with a mask or with indices (index_add, F.embedding without sparse=True), or compute it outside of "
     "the transform"
 )
-# Parts of torch's messages for other things that cannot be traced, of the names of modules of its errors
-# or of the files that they come from, and what to do instead.
+# Remedies for other code that cannot be traced, by parts of torch's messages, of the module names of its
+# errors, or of the names of the files that raise them.
 _INSTEAD = {
     "does not require grad": (
         "takes a gradient by torch.autograd with respect to an argument, for which autograd records "
@@ -236,7 +236,7 @@ def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) 
 
 
 def _check_layouts(graph: fx.Graph) -> None:
-    """Refuse tensors that are not strided, whoever made them: gradients of embeddings may be."""
+    """Refuse tensors that are not strided; the gradient of an embedding may be sparse, for example."""
     for node in graph.nodes:
         val = VAL.get(node)
         if isinstance(val, torch.Tensor) and val.layout is not torch.strided:
@@ -281,7 +281,7 @@ def _branching(error: BaseException) -> PurityError:
 
 
 def _reads_for_itself(error: BaseException) -> bool:
-    """Whether an operator reads values, rather than the Python code around it."""
+    """Whether an operator reads values for its own use, not for the Python code around it."""
     if isinstance(error, internals.DataDependentOutputException):
         return internals.qualified_name(error.func) not in _OF_BRANCHES
     if isinstance(error, internals.DynamicOutputShapeException):
@@ -305,7 +305,7 @@ def _output_node(state: TraceState, output: torch.Tensor) -> fx.Node:
 
 
 def _lift_attributes(recording: Recording, state: TraceState) -> None:
-    """Turn constants that the tracer baked in into operands; those made inside come last."""
+    """Turn constants that the tracer embedded into operands; constants made by the function come last."""
     graph = recording.graph
     operands: dict[int, fx.Node] = {}
     nodes = [(node, _is_made(node, state)) for node in graph.find_nodes(op="get_attr")]

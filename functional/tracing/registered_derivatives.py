@@ -1,8 +1,8 @@
-"""Derivatives of operators that are registered in Python, made available to torch.func.
+"""Operators' derivatives that are registered in Python, made available to torch.func.
 
-torch wraps them (``torch.library.register_autograd``) in an autograd Function that torch.func refuses,
-and that forward mode ignores: the tangent is silently zero. So while a function is traced under a level
-of torch.func, such an operator is called through a Function that torch.func accepts.
+torch wraps these derivatives (``torch.library.register_autograd``) in an autograd Function that
+torch.func refuses, and that forward mode ignores: the tangent is silently zero. So while a function is
+traced under a level of torch.func, such an operator is called through a Function that torch.func accepts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchard.functional.torch_internals.operators import COLLECTIVES
 
 __all__ = ["UNDER_LEVELS", "call", "is_live", "may_have_formula"]
 
-# Namespaces without operators whose derivative is registered in Python.
+# Namespaces in which no operator's derivative is registered in Python.
 _WITHOUT = frozenset(("aten", "prim", "prims", "profiler", "torchard", COLLECTIVES))
 
 
@@ -47,7 +47,7 @@ def _whole_cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
     return loss
 
 
-# torch's own functions that call such operators, and what to call while a level is live.
+# torch's own functions that call such operators, and their replacements while a level is live.
 UNDER_LEVELS: dict[Any, Callable[..., Any]] = {}
 if hasattr(F, "linear_cross_entropy"):
     UNDER_LEVELS[F.linear_cross_entropy] = _whole_cross_entropy
@@ -56,18 +56,18 @@ if hasattr(F, "linear_cross_entropy"):
 def call(
     op: Any, args: Any, kwargs: Any, where: str, mode: Callable[[], AbstractContextManager[Any]]
 ) -> Any:
-    """Call an operator so that torch.func finds the derivative that is registered for it.
+    """Call an operator so that torch.func finds its registered derivative.
 
     Args:
-        where: the line that calls it.
-        mode: makes the mode that the call runs in; the registered derivative runs in it too.
+        where: the source line of the call.
+        mode: creates the mode in which the call and the registered derivative run.
 
     Raises:
-        PurityError: it writes to an argument, and has no pure form.
+        PurityError: the operator writes to an argument, and has no pure form.
     """
     op = internals.overload(op, args, kwargs)
     if internals.is_mutable(op) and functional_twin(op) is None:
-        raise writes_only(where, op)  # here, as torch fails on it, under levels, for another reason
+        raise writes_only(where, op)  # now, because under levels torch raises a different error
     formula = _formula(op, args, kwargs) if _is_differentiated(args, kwargs) else None
     if formula is None:
         return op(*args, **kwargs)
@@ -88,7 +88,7 @@ def _is_differentiated(args: Any, kwargs: Any) -> bool:
 
 
 def _complete(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """All arguments with their defaults, as positional ones and keyword-only ones."""
+    """All arguments including defaults: positional arguments, and keyword-only arguments."""
     parameters = internals.schema(op).arguments
     given = dict(zip((p.name for p in parameters), args, strict=False)) | kwargs
     full = [(p, given.get(p.name, p.default_value)) for p in parameters]
@@ -103,9 +103,10 @@ _known: dict[Any, _Formula] = {}
 
 
 def _formula(op: Any, args: Any, kwargs: Any) -> _Formula | None:
-    """The functions registered for an operator: its backward and its setup_context.
+    """The functions that are registered for an operator: its backward and its setup_context.
 
-    torch has no table of them. The autograd node of a call holds them, so fake tensors are passed.
+    torch has no table of these functions. The autograd node of a call holds them, so the operator is
+    called on fake tensors.
     """
     if op in _known or internals.is_mutable(op):
         return _known.get(op)
@@ -114,7 +115,7 @@ def _formula(op: Any, args: Any, kwargs: Any) -> _Formula | None:
         some, named = pytree.tree_map_only(TensorSpec, _like, specs)
         try:
             outputs = pytree.tree_leaves(op(*some, **named))
-        except Exception:  # the call itself will raise it
+        except Exception:  # the real call will raise this error
             return None
     for output in outputs:
         formula = internals.registered_formula(getattr(output, "grad_fn", None))
@@ -131,7 +132,7 @@ def _like(spec: TensorSpec) -> torch.Tensor:
 
 @dataclass
 class _Call:
-    """The static part of a call; ``widths``: how many leaves each positional argument has."""
+    """The static part of a call; ``widths`` are the numbers of leaves of its positional arguments."""
 
     op: Any
     backward: Any
@@ -143,10 +144,10 @@ class _Call:
     results: Any = field(default=None)
 
     def gradients(self, ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-        """Run the registered backward; one gradient for each argument.
+        """Run the registered backward, and return one gradient for each argument.
 
         Raises:
-            DerivativeError: there is none, or it fails where it must be differentiable itself.
+            DerivativeError: no backward is registered, or it fails where it must be differentiable.
         """
         if self.backward is None:
             raise DerivativeError(
@@ -167,7 +168,7 @@ class _Call:
         return gradients if isinstance(gradients, tuple) else (gradients,)
 
     def per_leaf(self, gradients: Sequence[Any], leaves: int) -> list[Any]:
-        """Gradients per leaf. None for a list stands for all its items; trailing ones may be missing."""
+        """Gradients per leaf. None for a list means None for each item; trailing ones may be missing."""
         expanded: list[Any] = []
         for gradient, width in zip(gradients, self.widths, strict=False):
             given = pytree.tree_leaves(gradient)

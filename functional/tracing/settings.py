@@ -1,4 +1,4 @@
-"""torch's settings that a function's operations depend on, and to run it again under them."""
+"""The settings of torch that a function's operations depend on, and a context that restores them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _KINDS = ("cpu", "cuda")
 
 
 class Settings(NamedTuple):
-    """Settings of a thread.
+    """The settings of a thread.
 
     Attributes:
         dtype: the default dtype.
         device: the default device; None if none is set.
-        autocast: the types of devices for which autocast is on, each with its dtype.
+        autocast: the device types for which autocast is on, each with its dtype.
     """
 
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Settings(NamedTuple):
 
     @staticmethod
     def current() -> Settings:
-        """Those of now."""
+        """The current settings."""
         cast: tuple[tuple[str, torch.dtype], ...] = ()
         if internals.autocast_on():
             on = (kind for kind in _KINDS if torch.is_autocast_enabled(kind))
@@ -38,7 +38,7 @@ class Settings(NamedTuple):
         return Settings(torch.get_default_dtype(), internals.default_device(), cast)
 
     def are_current(self) -> bool:
-        """Whether these are the settings of now, in half the time of making those."""
+        """Whether these settings are current; takes half the time of `current`."""
         if self.autocast or internals.autocast_on():
             return self == Settings.current()
         dtype, device = torch.get_default_dtype(), internals.default_device()
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """A context with these settings: a backward has those of its own caller, or thread."""
+        """A context with these settings: by default a backward has those of its caller or thread."""
         now = Settings.current()
         with contextlib.ExitStack() as stack:
             for kind in _KINDS if self.autocast != now.autocast else ():

@@ -30,9 +30,9 @@ class ShapeDtype:
     """Represents a tensor without data, to get a program or plan (``lower``, ``trace``, ``initialize``).
 
     Args:
-        shape: of the tensor.
-        dtype: of the tensor.
-        device: of the tensor.
+        shape: the tensor's shape.
+        dtype: the tensor's dtype.
+        device: the tensor's device.
 
     Source: ``jax.ShapeDtypeStruct``.
 
@@ -59,12 +59,12 @@ class Arguments:
     """The leaves of a call: some are traced as operands, the others are part of ``key``.
 
     Attributes:
-        key: equal for calls that may share a trace.
+        key: the cache key, equal for calls that may share a trace.
         structure: the tree structure of ``(args, kwargs)``.
         leaves: all leaves, in order.
         traced: indices of the operands among the leaves.
         placed: whether any operand is a placed object.
-        plain: whether all leaves are tensors, and nothing else.
+        plain: whether all leaves are plain tensors.
         resolved: whether no leaf is conjugated or negated lazily, as far as is known.
     """
 
@@ -83,7 +83,7 @@ class Arguments:
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-# What a trace depends on, read without a step of Python's for each tensor.
+# The properties of tensors that a trace depends on, read without running Python code for each tensor.
 _facts = attrgetter("shape", "dtype", "device")
 _layout = attrgetter("layout")
 _strides: Callable[[torch.Tensor], Any] = torch.Tensor.stride
@@ -91,14 +91,14 @@ _strides: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 
 @dataclass(frozen=True)
 class Known:
-    """Arguments of an earlier call, all tensors: later ones are compared with them in compiled code.
+    """The arguments of an earlier call, all tensors. Compiled code compares later arguments with them.
 
     Attributes:
         structure: the tree structure of ``(args, kwargs)``.
-        key: of the call.
-        settings: torch's, the last item of the key.
-        dicts: where dicts are in the tree; optree accepts other mappings with the same keys there.
-        check: whether leaves are like those of the call.
+        key: the cache key of the call.
+        settings: torch's settings, the last item of the key.
+        dicts: the places of dicts in the tree; optree accepts other mappings with the same keys there.
+        check: returns whether leaves have the same properties as those of the call.
         resolved: whether no leaf is conjugated or negated lazily.
     """
 
@@ -111,7 +111,7 @@ class Known:
 
     @classmethod
     def of(cls, arguments: Arguments) -> Known | None:
-        """Those of a call; None if they cannot be compared so."""
+        """The known arguments of a call; None if compiled code cannot compare them."""
         dicts = _dicts_in(arguments.structure) if arguments.plain else None
         check = None if dicts is None else internals.check_like(arguments.leaves)
         if dicts is None or check is None:
@@ -121,7 +121,7 @@ class Known:
         return cls(arguments.structure, key, key[-1], dicts, check, resolved)
 
     def leaves_of(self, call: Any) -> list[Any] | None:
-        """The leaves of a call ``(args, kwargs)`` with the same key; None if it has a different one."""
+        """The leaves of a call ``(args, kwargs)`` with the same key; None if the call's key differs."""
         try:
             leaves = stand_ins(self.structure.flatten_up_to(call))
         except (ValueError, TypeError):
@@ -130,15 +130,15 @@ class Known:
         return leaves if same and self.settings.are_current() else None
 
 
-# For each child of a node that is a dict or contains one: its index or key, whether it is a dict, and the
-# same for its children.
+# For each child of a node that is a dict or contains one: the child's index or key, whether the child is
+# a dict, and a nested table for the child's children.
 _Dicts = Sequence[tuple[Any, bool, "_Dicts"]]
 _Kind = optree.PyTreeKind
 _INDEXED = frozenset((_Kind.TUPLE, _Kind.LIST, _Kind.DICT, _Kind.NAMEDTUPLE))
 
 
 def _dicts_in(structure: optree.PyTreeSpec) -> _Dicts | None:
-    """Where dicts are in a tree; None if what is compared for them says too little of other nodes."""
+    """The places of dicts in a tree; None if it has nodes that cannot be compared by their items."""
     found: list[tuple[Any, bool, _Dicts]] = []
     for key, child in zip(structure.entries(), structure.children(), strict=True):
         if child.is_leaf():
@@ -167,7 +167,7 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None = No
     """Flatten the arguments of a call, and tell operands from static leaves.
 
     Args:
-        args, kwargs: of the call.
+        args, kwargs: the arguments of the call.
         known: the arguments of an earlier call, outside of a trace.
 
     Raises:
@@ -223,7 +223,7 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None = No
 
 
 def _of_plain(tensors: list[torch.Tensor]) -> Iterable[Any] | None:
-    """The part of the key of each of these; None if one is sparse, or stands for a number."""
+    """The part of the key for each tensor; None if a tensor is sparse or represents a number."""
     if not {torch.strided}.issuperset(map(_layout, tensors)):
         return None
     strides = [*map(_strides, tensors)]
@@ -265,7 +265,7 @@ def _unhashable(args: Any, kwargs: Any, leaves: Sequence[Any]) -> StaticArgument
 
 
 def _check_holds_no_tensor(leaf: Any, args: Any, kwargs: Any, i: int) -> None:
-    """Refuse a frozen dataclass with tensors: it is hashable, but each new one would be a new trace."""
+    """Refuse a frozen dataclass with tensors: it is hashable, but each new object would need a trace."""
     values = (getattr(leaf, field.name, None) for field in dataclasses.fields(leaf))
     if any(isinstance(value, torch.Tensor) or is_placed(value) for value in values):
         raise _unregistered(leaf, paths_of(args, kwargs)[i])

@@ -1,4 +1,4 @@
-"""Values that stand in for others while a call runs, where arguments and closures are read."""
+"""Values that replace others while a call runs, when arguments and closures are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _finds: ContextVar[tuple[Callable[[Any], Any], ...]] = ContextVar("stand-ins", d
 
 @contextlib.contextmanager
 def standing_in(find: Callable[[Any], Any]) -> Iterator[None]:
-    """A context in which values are what a function finds for them."""
+    """A context in which ``find`` gives each value's replacement."""
     token = _finds.set((*_finds.get(), find))
     try:
         yield
@@ -23,17 +23,17 @@ def standing_in(find: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def any_stand_in() -> bool:
-    """Whether values may have stand-ins now."""
+    """Whether any value may have a replacement now."""
     return bool(_finds.get())
 
 
 def stand_in(value: Any) -> Any:
-    """What stands in for a value now."""
+    """The current replacement of a value, or the value itself."""
     for find in reversed(_finds.get()):
         value = find(value)
     return value
 
 
 def stand_ins(values: list[Any]) -> list[Any]:
-    """What stands in for values now: the same list, at nearly every call, where nothing does."""
+    """The current replacements of values; the same list if nothing is replaced, as in most calls."""
     return [stand_in(value) for value in values] if _finds.get() else values

@@ -1,8 +1,8 @@
-"""``as_strided`` of a function's inputs: which elements it reads depends on the memory layout.
+"""``as_strided`` of a function's inputs: the elements that it reads depend on the memory layout.
 
 A trace knows the strides of its inputs, not their storage offsets. Under vmap it does not know the
-strides either: a transform is given contiguous samples, whatever the strides of torch's. So a program
-that reads an input by strides is right only for inputs with the memory layout of the trace.
+strides either: a transform receives contiguous samples, whatever strides torch's samples have. So a
+program that reads an input by strides is correct only for inputs with the memory layout of the trace.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class StridedInput:
     absolute: bool
 
     def check(self, value: Any) -> None:
-        """Check that a value of this input has the memory layout that its trace assumes.
+        """Check that a value of this input has the memory layout that the trace assumes.
 
         Raises:
-            PurityError: it has another one, so the program would read other elements than the function.
+            PurityError: the layout differs, so the program would read other elements than the function.
         """
         if not isinstance(value, torch.Tensor):
-            return  # a float, or a placed value, whose global value is contiguous
+            return  # a float, or a placed value: its global value is contiguous
         start = internals.base_tensor(value).storage_offset()
         if self.absolute and start:
             raise PurityError(
@@ -69,12 +69,12 @@ def check_memory(reads: Sequence[StridedInput], *values: Sequence[Any]) -> None:
     """Check all values of a call: arguments, then closed-over tensors."""
     given = list(chain(*values))
     for read in reads:
-        if read.number < len(given):  # the rest are constants, which the trace made
+        if read.number < len(given):  # the other inputs are constants that the trace created
             read.check(given[read.number])
 
 
 def pass_on(reads: Sequence[StridedInput], operands: Sequence[torch.Tensor], state: TraceState) -> None:
-    """Tag the operands of a call inside a trace with these reads: they may be inputs of that trace."""
+    """Tag the operands of a call inside a trace with these reads, since operands may be its inputs."""
     for read in reads:
         if read.number < len(operands):
             node = internals.proxy_node(state.tracer, internals.base_tensor(operands[read.number]))
@@ -83,7 +83,7 @@ def pass_on(reads: Sequence[StridedInput], operands: Sequence[torch.Tensor], sta
 
 
 def strided_inputs(program: Program) -> list[StridedInput]:
-    """The inputs whose memory the program, or a transform it calls, reads by strides."""
+    """The inputs whose memory the program, or a transform that it calls, reads by strides."""
     reads = list(_reads(program.graph))
     if not reads:
         return []

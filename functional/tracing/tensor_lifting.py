@@ -31,7 +31,7 @@ from torchard.functional.tracing.trace_state import TraceState
 
 __all__ = ["TensorLifting", "is_weak"]
 
-# Attributes that do not depend on a tensor's values.
+# Tensor attributes that do not depend on values.
 _METADATA = {
     *("shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes"),
     *("is_cuda", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested"),
@@ -85,14 +85,14 @@ class TensorLifting(TorchFunctionMode):
         return out
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a replacement of torch's function; NotImplemented if there is none."""
+        """The result of the replacement of a torch function; NotImplemented if it has no replacement."""
         if func not in COMPOSED:
             return NotImplemented
         with TensorLifting(self.state):
             return COMPOSED[func](*args, **kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function with its registered derivative, and note whose gradients it returns."""
+        """Call a function with its registered derivative, and record which gradients it returns."""
         if func in registered.UNDER_LEVELS and registered.is_live():
             func = registered.UNDER_LEVELS[func]
         if registered.may_have_formula(func):
@@ -122,7 +122,7 @@ class TensorLifting(TorchFunctionMode):
 
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.__name__ == "detach_":
-            self.state.without_grad = True  # it leaves no node: derivatives run the function again
+            self.state.without_grad = True  # detach_ leaves no node: derivatives run the function again
             self.state.given = None
             if _only_mapped(args[0]):  # torch raises, and there is no gradient to stop
                 return args[0]
@@ -133,13 +133,13 @@ class TensorLifting(TorchFunctionMode):
             self.state.cutting = False
 
     def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``y.data``, as a detach: a tracer may not see it, and never sees ``y.data = z``."""
+        """``y.data`` as a detach: tracers may miss the read, and always miss ``y.data = z``."""
         if func.__name__ == "__set__":
             raise PurityError(
                 f"{source.of_here()} assigns to the .data of a tensor, which a trace cannot record. Use "
                 "the new tensor instead, or write y.data.copy_(z) or y.copy_(z)."
             )
-        if internals.level_kinds()[-1:] != [internals.VMAP]:  # which refuses .data
+        if internals.level_kinds()[-1:] != [internals.VMAP]:  # vmap refuses .data
             args = (func(*args, **kwargs),)
         return self._cut(torch.Tensor.detach, args, {})
 
@@ -153,7 +153,7 @@ def _one_hot(ids: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 def _assign(into: torch.Tensor, index: Any, value: Any) -> None:
-    """``x[mask] = 0`` without counting where the mask is set, as torch does under vmap."""
+    """``x[mask] = 0`` without counting the elements of the mask, as torch does under vmap."""
     if _fills(into, index, value):
         into.masked_fill_(_with_rank_of(index, into), value)
     else:
@@ -161,7 +161,7 @@ def _assign(into: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def _text(tensor: torch.Tensor, spec: str) -> str:
-    """What an f-string shows of a tensor: its kind, as it has no value yet. No format is for that."""
+    """A tensor's text in an f-string: its kind, as it has no value yet. Format specs do not apply."""
     if spec:
         raise PurityError(
             f"{source.of_here()} puts the value of a tensor in a text (an f-string with {spec!r}) while "
@@ -171,7 +171,7 @@ def _text(tensor: torch.Tensor, spec: str) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-# Composite operations that read values without need, and replacements to trace.
+# Composite operations that read values although they need not, and replacements that are traced.
 _WITHOUT_READING: dict[Any, Any] = {
     F.one_hot: _one_hot,
     torch.Tensor.__setitem__: _assign,
@@ -184,7 +184,7 @@ _PLAIN_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.b
 
 
 def _check_levels(outputs: Any) -> None:
-    """Refuse plain autograd on fakes where it loses in-place changes of dims (`forgets_turns`)."""
+    """Refuse plain autograd on fake tensors if it loses in-place changes of dims (`forgets_turns`)."""
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
     if not all(isinstance(x, torch.Tensor) and internals.in_gradient_level(x) for x in outputs):
         raise PurityError(
@@ -212,7 +212,7 @@ def _only_mapped(tensor: torch.Tensor) -> bool:
 
 
 def _fills(into: Any, index: Any, value: Any) -> bool:
-    """Whether an assignment writes one number wherever a mask is set, so that it is a masked_fill."""
+    """Whether an assignment is a masked_fill: it writes one number wherever a mask is set."""
     mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 0
     number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.ndim == 0)
     return mask and number and index.shape == into.shape[: index.ndim]
@@ -231,12 +231,12 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [value for value in flat if isinstance(value, torch.Tensor)]
 
 
-# What a value is passed through where it is labelled or differentiated.
+# Functions through which values are passed when they are labelled or differentiated.
 _SAME = (aten.alias.default, aten.view.default, aten.detach.default)
 
 
 def _named(state: TraceState, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of some tensors that are inputs of the trace, by their paths in the call."""
+    """The tensors among ``tensors`` that are inputs of the trace, by their paths in the call."""
     inputs = dict(zip(state.tracer.graph.find_nodes(op="placeholder"), state.paths, strict=False))
     found = {}
     for tensor in tensors:
@@ -249,15 +249,15 @@ def _named(state: TraceState, tensors: Sequence[torch.Tensor]) -> dict[str, torc
 
 
 def is_weak(value: Any) -> bool:
-    """Whether a 0-d tensor carries a Python float (of a trace in progress)."""
+    """Whether a value is a 0-d tensor that carries a Python float of a trace in progress."""
     return getattr(value, "_torchard_weak", False) is True
 
 
 def _weaken(args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-    """A traced Python float must promote like one, not like the float64 tensor that carries it.
+    """Cast traced Python floats so that they promote like floats, not like float64 tensors.
 
     torch promotes a 0-d tensor weakly against a tensor with dims, but not against integers and other
-    0-d tensors. The last result says whether all operands were Python floats: then the result is one.
+    0-d tensors. The last result is whether all operands are Python floats; then the result is a float.
     """
     tensors = _tensors(args, kwargs)
     weak = [tensor for tensor in tensors if is_weak(tensor)]
@@ -280,7 +280,7 @@ def _weaken(args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
 
 
 def _operands(tree: Any) -> Any:
-    """A tree with its tensors replaced by stand-ins, and by operands of the trace in progress."""
+    """A tree in which tensors are replaced by their stand-ins, and by operands of the active trace."""
     if any_stand_in():
         tree = torch_pytree.tree_map(stand_in, tree, is_leaf=is_placed)
     for mode in reversed(internals.function_modes()):
@@ -289,5 +289,5 @@ def _operands(tree: Any) -> Any:
     return tree
 
 
-# For derivatives inside a function with respect to tensors it closes over, placed ones included.
+# For derivatives inside a function with respect to closed-over tensors and placed objects.
 internals.before_reading(_operands)

@@ -1,4 +1,4 @@
-"""What reads a tensor's memory: copies, pickles, pointers, Python's loops. Traced values have none."""
+"""Operations that read memory: copies, pickles, pointers, Python loops. Traced values have no memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torchard.functional.tracing.trace_state import TraceState
 
 __all__ = ["is_deep_copy"]
 
-# The place of the storages that one call of deepcopy has copied, in its memo of objects by their ids.
+# The key, in deepcopy's memo of objects by id, of the storages that one call has copied.
 _COPIED = "torchard: storages"
-_Refusal = tuple[str, str]  # what the user's line does, and the remedy
+_Refusal = tuple[str, str]  # the action of the user's line, and the remedy
 _REFUSED: dict[Any, _Refusal] = {
     torch.Tensor.__reduce_ex__: ("copies or pickles", "x.detach() is another tensor with its memory"),
     torch.Tensor.__dlpack__: ("exports", "Pass the tensor itself, or export it outside of the transform"),
@@ -30,10 +30,10 @@ _VIEWS = ("makes one deep copy of several views of", "Copy them one by one by x.
 
 
 def is_deep_copy(state: TraceState, func: Any, args: Any) -> bool:
-    """Whether a function of torch is a deep copy of a value, which may be recorded as a clone.
+    """Whether a torch function is a deep copy of a value, which may be recorded as a clone.
 
     Raises:
-        PurityError: torch refuses it, or it reads memory otherwise; names the line.
+        PurityError: torch refuses the copy, or the function reads memory in other ways; names the line.
     """
     if func in _REFUSED:
         raise _refusal(*_REFUSED[func])

@@ -1,8 +1,8 @@
-"""torch.utils.checkpoint inside a traced function: its calls are segments, as our own checkpoint's are.
+"""torch.utils.checkpoint inside a traced function: calls become segments, like calls of our checkpoint.
 
-torch recomputes through hooks on the tensors that autograd saves. A trace has no such hooks: what is
-recomputed is decided on the program. So while a function is traced, torch's checkpoint runs its function
-once and marks a segment. Private functions of torch are replaced for the duration of a trace; a thread
+torch recomputes through hooks on the tensors that autograd saves. A trace has no such hooks: the values
+to recompute are chosen on the program. So while a function is traced, torch's checkpoint runs its
+function once and marks a segment. Private functions of torch are replaced for the duration of a trace; a thread
 that is not tracing calls torch's own.
 """
 
@@ -70,10 +70,10 @@ _within: ContextVar[Callable[[], Callable[[], Any]] | None] = ContextVar("recomp
 
 @contextlib.contextmanager
 def recomputed_within(here: Callable[[], Callable[[], Any]]) -> Iterator[None]:
-    """A context outside of traces, in which torch's checkpoint recomputes in a context of the caller's.
+    """A context outside traces, in which torch's checkpoint recomputes inside a given context.
 
     Args:
-        here: called where a checkpoint begins; returns what makes the context.
+        here: called when a checkpoint begins; returns a function that creates the context.
     """
     token = _within.set(here)
     try:
@@ -84,10 +84,10 @@ def recomputed_within(here: Callable[[], Callable[[], Any]]) -> Iterator[None]:
 
 
 def _again(function: Callable[..., Any], ahead: bool = False) -> Callable[..., Any]:
-    """A function that runs as it does here, wherever it is recomputed.
+    """A function that runs in the present context whenever it is recomputed.
 
     Args:
-        ahead: whether its first call is the one here.
+        ahead: whether its first call is the forward's, not a recomputation.
     """
     here = _within.get()
     if here is None:

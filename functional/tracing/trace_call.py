@@ -38,11 +38,11 @@ def trace_call(
     grad_mode: bool = True,
     called: bool = True,
 ) -> Program:
-    """The Program of one call with these arguments.
+    """The program of one call with these arguments.
 
     Args:
         grad_mode: torch's grad mode inside fn.
-        called: whether the arguments are those of a call, so that their autograd state is that of fn's.
+        called: whether the arguments belong to a call, so that fn sees their autograd state.
     """
     flat_fn = _FlatFunction(fn, arguments)
     specs = specs_of_arguments(arguments)
@@ -80,7 +80,7 @@ def trace_call(
 
 
 def _outputs(paths: Sequence[str], recording: Recording) -> tuple[Leaf, ...]:
-    """The leaves of the results, with the inputs whose gradients they are."""
+    """The leaves of the results; a result that is a gradient names its input."""
     places = {node: i for i, node in enumerate(recording.graph.find_nodes(op="placeholder"))}
     of = [None if primal is None else places.get(primal) for primal in recording.primals]
     return tuple(Leaf(path, FREE, "output", i) for path, i in zip(paths, of, strict=True))
@@ -100,7 +100,7 @@ class _FlatFunction:
 
     Attributes:
         result: the tree of the last result, with holes for tensors; None before the first call.
-        paths: the path of each tensor in it.
+        paths: the path of each tensor in the last result.
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments) -> None:
@@ -142,7 +142,7 @@ class _FlatFunction:
     def retrace(
         self, closures: Sequence[Closure]
     ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-        """fn as a function of its inputs and closures, to trace derivatives of it."""
+        """fn as a function of its inputs and closures, from which derivatives are traced."""
         traced = frozenset(self.arguments.traced)
         static = [None if i in traced else leaf for i, leaf in enumerate(self.arguments.leaves)]
         self.arguments = replace(self.arguments, leaves=static)  # outlives the call's tensors
@@ -164,7 +164,7 @@ class OutTree:
     """The tree of a function's result: static leaves, and holes for tensors.
 
     Attributes:
-        objects: whether some of its nodes represent objects; see object_results.py.
+        objects: whether nodes of the tree represent objects; see object_results.py.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class OutTree:
         return restored(self.nodes(tensors)) if self.objects else self.nodes(tensors)
 
     def nodes(self, values: Sequence[Any]) -> Any:
-        """The same, with nodes in the place of objects; the values may be anything."""
+        """Like `build`, with nodes in place of objects; values of any type are allowed."""
         if len(values) == len(self.static):
             return self.structure.unflatten(values)
         leaves = list(self.static)

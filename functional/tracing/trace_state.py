@@ -1,7 +1,7 @@
 """The state of a trace in progress: its closures, and the tags of its nodes.
 
-Nodes are tagged as they are created, with what is only known then: source line, scope, phase, and the
-tags of the node that is being replayed.
+Nodes are tagged as they are created, with information that is only known then: source line, scope, phase,
+and the tags of the node that is being replayed.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Closure:
 
     Attributes:
         value: the tensor, or the placed object; None once it has been dropped.
-        tag: its Placement, if it is a placed object.
-        made: whether the function makes it (``torch.tensor([1, 2])``), so that it can never change.
-        node: its placeholder.
-        reader: reads it from the function's environment; None if it was not found there.
-        autograd: its autograd state, if the function depends on it (autograd_state.py).
+        tag: the Placement of a placed object; otherwise None.
+        made: whether the function creates the tensor (``torch.tensor([1, 2])``), so it never changes.
+        node: the placeholder of the operand.
+        reader: reads the value from the function's environment; None if it was not found there.
+        autograd: the value's autograd state, if the function depends on it (autograd_state.py).
     """
 
     value: Any
@@ -104,17 +104,17 @@ class TraceState:
     origins: dict[int, Tags] = field(default_factory=dict)
     numbered: int = 0
     operations: int = 0
-    # For each operation of a replayed graph, by its number there, its number in this trace.
+    # (replay, operation number in the replayed graph) -> operation number in this trace.
     replayed: dict[tuple[int, int], int] = field(default_factory=dict)
-    # From gradients that are taken inside to the inputs they belong to (inner_gradients.py).
+    # Gradient that is taken inside -> the input to which it belongs (inner_gradients.py).
     gradients: dict[fx.Node, fx.Node] = field(default_factory=dict)
     cutting: bool = False
     # The functorch levels around the running operation, which functorch hides from kernels.
     inner_levels: Sequence[Any] = ()
     stood_in: set[int] = field(default_factory=set)
-    # Ids of constants of the programs that are replayed in this trace.
+    # The ids of constants in programs that are replayed in this trace.
     constants: set[int] = field(default_factory=set)
-    # Applied to the operands of a nested transform before its autograd Function.
+    # A function that is applied to a nested transform's operands before its autograd Function.
     align_operands: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
     # For autograd_state.py: the arguments of the call and its grad mode, if known; nodes recorded with
     # gradients switched off; whether the function depends on its arguments' autograd state.
@@ -122,8 +122,8 @@ class TraceState:
     grad_of_call: bool = True
     ungraded: set[fx.Node] = field(default_factory=set)
     reads_autograd: bool = False
-    paths: Sequence[str] = ()  # of the inputs in the call, if they are known
-    # Lookups that stand for views (picked.py).
+    paths: Sequence[str] = ()  # the inputs' paths in the call, if known
+    # Lookups that represent views (picked.py).
     picked: list[Picked] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class TraceState:
     # -- tags ---------------------------------------------------------------------------------
 
     def tag(self, node: fx.Node) -> None:
-        """Tag a new node with what is known now."""
+        """Tag a new node with the current source line, scope and phase."""
         tags = self._replayed_tags(node) if self.replaying else self._fresh_tags()
         if self.cutting:
             CUT.set(node, True)
@@ -181,7 +181,7 @@ class TraceState:
         return self.operations
 
     def _place(self, inner: tuple[Frame, ...]) -> dict[Tag[Any], Any]:
-        """The tags of an operation in the open frames and these inner ones."""
+        """The tags of an operation in the open frames and the frames ``inner``."""
         frames = (*self.frames, *inner)
         tags: Tags = {
             FRAMES: frames,
@@ -194,7 +194,7 @@ class TraceState:
         replayed = self.replaying
         assert replayed is not None
         tags = inherited_tags(replayed, "call" if node.target == replayed.target else "place")
-        tags.pop(VAL, None)  # the new node has its own
+        tags.pop(VAL, None)  # the new node has a value of its own
         if self._backward() or PHASE not in tags:
             tags[PHASE] = "backward" if self._backward() else "forward"
         tags[ORIGIN] = self._origin_here(replayed, tags[PHASE])
@@ -205,9 +205,9 @@ class TraceState:
         return {**tags, **place}
 
     def _origin_here(self, node: fx.Node, phase: str) -> int:
-        """The number in this trace of the forward operation that a replayed node serves.
+        """The number, in this trace, of the forward operation to which a replayed node belongs.
 
-        A replayed forward operation is a new one: the same program may be replayed several times.
+        A replayed forward operation gets a new number: one program may be replayed several times.
         """
         known = id(node.graph), ORIGIN.get(node, 0)
         if phase == "forward" or known not in self.replayed:
@@ -215,29 +215,29 @@ class TraceState:
         return self.replayed[known]
 
     def _remember(self, tags: Tags) -> None:
-        """Assign the autograd nodes created since the last graph node to this one."""
+        """Assign the autograd nodes that were created since the last graph node to the new graph node."""
         upto = internals.autograd_sequence()
         for number in range(self.numbered, upto):
             self.origins[number] = tags
         self.numbered = upto
 
     def below_forward_ad(self) -> contextlib.AbstractContextManager[None]:
-        """A context for kernels; see torch_internals."""
+        """A context in which kernels run; see torch_internals."""
         return internals.below_forward_ad([*self.outer_levels, *self.inner_levels])
 
     # -- closures -----------------------------------------------------------------------------
 
     def native(self, tensor: torch.Tensor) -> bool:
-        """Whether this trace made the tensor, or the one that functorch levels wrap in it."""
+        """Whether this trace created the tensor, or the tensor that functorch levels wrap in it."""
         base = internals.base_tensor(tensor)
         if isinstance(base, internals.FakeTensor) and base.fake_mode is self.fakes:
             return True
-        # The tracer bakes these constants in, as it does this trace's own. Any other wrapped tensor is
-        # of a level around the trace or of an exited one: levels inside only see operands.
+        # The tracer embeds these constants, like this trace's own. Any other wrapped tensor belongs to a
+        # level around the trace or to an exited level: levels inside only see operands.
         return id(base) in self.constants
 
     def lift(self, value: Any) -> torch.Tensor:
-        """The operand that stands for a foreign tensor or placed object."""
+        """The operand that represents a foreign tensor or placed object."""
         value = stand_in(value)
         if isinstance(value, torch.Tensor) and self.native(value):
             return value
@@ -255,7 +255,7 @@ class TraceState:
     def standing_in(
         self, closures: Sequence[Closure], values: Sequence[Any], tensors: Sequence[torch.Tensor]
     ) -> Iterator[None]:
-        """A context to run the function again, with these tensors in place of the closed-over values."""
+        """A context for another run of the function, in which tensors replace the closed-over values."""
         before = dict(self.closures)
         for closure, value, tensor in zip(closures, values, tensors, strict=True):
             self.closures[id(value)] = closure, tensor
@@ -299,7 +299,7 @@ class _Tracer(internals.RecordingTracer):
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if kind != "call_function":
             return super().create_node(kind, *args, **kwargs)
-        # Without what torch notes for Inductor, which is given a trace of its own.
+        # Without torch's notes for Inductor: a separate trace is compiled.
         node = fx.Tracer.create_node(self, kind, *args, **kwargs)
         self.state.tag(node)
         return node
@@ -312,18 +312,18 @@ _states = threading.local()
 
 
 def tracing() -> list[TraceState]:
-    """The traces of ours that are running in this thread, outermost first."""
+    """torchard's traces that are running in this thread, outermost first."""
     return getattr(_states, "stack", [])
 
 
 def active() -> TraceState | None:
-    """The innermost trace of ours that is running in this thread."""
+    """torchard's innermost trace that is running in this thread."""
     stack = getattr(_states, "stack", None)
     return stack[-1] if stack else None
 
 
 def _stood_in_around(state: TraceState, value: Any) -> bool:
-    """Whether a trace around this one runs its function again with another tensor in place of this."""
+    """Whether a trace around this one is a run of its function in which a tensor replaces this value."""
     return any(id(value) in each.closures for each in _states.stack if each is not state)
 
 
@@ -368,14 +368,14 @@ def scope(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def called() -> Iterator[None]:
-    """A context for one call of a transform inside a trace, which tells it from the next call."""
+    """A context for one call of a transform inside a trace; separates it from the next call."""
     with in_frames((*current_frames(), Frame())):
         yield
 
 
 @contextlib.contextmanager
 def checkpointed(policy: Any) -> Iterator[None]:
-    """A context whose operations, in the active trace, are a segment with this policy."""
+    """A context in which the active trace's operations are a segment with this policy."""
     state = active()
     if state is not None:
         state.asks.append(RECOMPUTE)
@@ -391,7 +391,7 @@ def current_frames() -> tuple[Frame, ...]:
 
 @contextlib.contextmanager
 def in_frames(frames: tuple[Frame, ...]) -> Iterator[None]:
-    """A context with these frames open, such as those of a forward for its backward."""
+    """A context in which these frames are open, such as a forward's frames for its backward."""
     state = active()
     if state is None or not frames:
         yield

@@ -53,7 +53,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def source_of(output: fx.Node) -> fx.Node | None:
-    """The input of equal shape that a value is, or is computed from elementwise; None without one."""
+    """The input of equal shape that is the value, or from which it is computed elementwise; else None."""
     shape = _shape(output)
     stack: list[tuple[fx.Node, int | None]] = [(output, None)]  # with a row number, in loops
     seen = {output}
