@@ -2,8 +2,8 @@
 
 torch recomputes through hooks on the tensors that autograd saves. A trace has no such hooks: the values
 to recompute are chosen on the program. So while a function is traced, torch's checkpoint runs its
-function once and marks a segment. Private functions of torch are replaced for the duration of a trace; a thread
-that is not tracing calls torch's own.
+function once and marks a segment. Private functions of torch are replaced for the duration of a trace;
+threads that are not tracing call torch's own functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Accesses: the strides and offset by which a tensor reads a buffer. Every view is one.
+"""Accesses: the strides and offset by which a tensor reads a buffer. Every view is an access.
 
 Views, transpositions, expansions and slices compute nothing, so for matching they are not operations but
-strides over the buffer of the value they view. Two spellings of one value then differ in strides only.
+strides over the buffer of the viewed value. Two spellings of one value then differ in strides only.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Access:
 
     @property
     def distinct(self) -> int:
-        """The number of distinct elements that it reads of the buffer."""
+        """The number of distinct elements of the buffer that the access reads."""
         return math.prod(size for size, stride in self.dims if stride)
 
     def reshaped(self, shape: Sequence[int]) -> Access | None:
-        """The access in another shape; None if that requires a copy."""
+        """The access in another shape; None if the new shape requires a copy."""
         if 0 in self.shape and 0 in shape:
-            return Access(tuple((size, 0) for size in shape))  # without elements, any strides will do
+            return Access(tuple((size, 0) for size in shape))  # without elements, any strides fit
         groups = _groups(self.shape, shape)
         if groups is None:
             return None
@@ -81,7 +81,7 @@ class Access:
         return Access((*self.dims[:dim], (1, 0), *self.dims[dim:]), self.offset)
 
     def squeezed(self, dims: Sequence[int]) -> Access:
-        """The access without those of these dims whose size is 1."""
+        """The access without the dims in ``dims`` whose size is 1."""
         kept = [d for i, d in enumerate(self.dims) if i not in dims or d[0] != 1]
         return Access(tuple(kept), self.offset)
 

@@ -1,7 +1,7 @@
 """Decompositions of composite operations: torch's own, traced to graphs of simpler operations.
 
-Only operations that patterns may spell out are decomposed; decomposing all of them would be as sound, but
-slower.
+Only operations that patterns may spell out are decomposed. Decomposition of all operations would be
+correct too, but slower.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def is_composite(target: Any) -> bool:
 
 
 def _decomposition(target: Any) -> Callable[..., Any] | None:
-    """The decomposition of an operation: our own, else torch's; None if it has none."""
+    """The decomposition of an operation: torchard's, else torch's; None if neither has one."""
     own: Callable[..., Any] | None = _OWN.get(target)
     return own or internals.DECOMPOSITION_TABLE.get(target)
 
@@ -108,7 +108,7 @@ _TRACED: Recent[fx.Graph | None] = Recent(512)
 
 
 def taken_apart(node: fx.Node) -> fx.Graph | None:
-    """The graph that a node decomposes to, with its operands as inputs; None if it does not."""
+    """The graph to which a node decomposes, with the node's operands as inputs; None without one."""
     operands = [n for n in _nodes((node.args, node.kwargs))]
     specs = [TensorSpec.of(VAL.of(n)) for n in operands]
     key = (node.target, tuple(specs), _frozen((node.args, node.kwargs)))
@@ -133,7 +133,7 @@ def _frozen(value: Any) -> Hashable:
 
 
 def _trace(node: fx.Node, specs: list[TensorSpec]) -> fx.Graph | None:
-    """The traced decomposition of a node; None if there is none with the same results."""
+    """The traced decomposition of a node; None if no decomposition has the node's results."""
     decomposition = _decomposition(node.target)
     if decomposition is None:
         return None

@@ -1,4 +1,4 @@
-"""The dims of a pattern's inputs and outputs by name: ``"... d, d -> ... d"``."""
+"""Named dims of a pattern's inputs and outputs: ``"... d, d -> ... d"``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torchard.functional.core.errors import PatternError
 
 __all__ = ["Dims"]
 
-# One size per name, all different, so that dims with different names have different sizes.
+# The sizes in examples: one per name, all different.
 _SIZES = (6, 10, 4, 14, 22, 26, 34, 38, 46, 58, 62, 74)
 _ELLIPSIS = 3
 
 Names = tuple[str, ...]
 Shape = tuple[int, ...]
 Side = tuple[OperandExpression, ...]
-# The inputs or outputs of an expression where none are written: one value without dims.
+# The inputs or outputs of an expression that writes none: one value without dims.
 _SCALAR: Side = (OperandExpression((), None, 0),)
 
 
@@ -50,7 +50,7 @@ class Dims:
             name: the name of the pattern, for errors.
 
         Raises:
-            PatternError: the text is malformed or has the wrong number of inputs; points at the place.
+            PatternError: the text is malformed or has the wrong number of inputs; points at the fault.
         """
         try:
             return _read(parse(text), inputs)
@@ -91,7 +91,7 @@ class Dims:
         return self._sizes(shapes) is not None
 
     def _sizes(self, shapes: Sequence[Sequence[int] | None]) -> dict[str, tuple[int, ...]] | None:
-        """The sizes of each name, from the known shapes; None if they do not fit."""
+        """The sizes of each name, from the known shapes; None if the shapes do not fit."""
         sizes: dict[str, tuple[int, ...]] = {}
         for dims, shape in zip(self.inputs, shapes, strict=True):
             if shape is None:
@@ -110,7 +110,7 @@ class Dims:
         return sizes
 
     def complete(self, shapes: Sequence[tuple[int, ...] | None]) -> list[tuple[int, ...]]:
-        """The shapes of all inputs, given the shapes of some that name all dims."""
+        """The shapes of all inputs, given the shapes of some inputs that have all names."""
         sizes = self._sizes(shapes)
         assert sizes is not None, (self.text, shapes)
         return [
@@ -119,9 +119,9 @@ class Dims:
         ]
 
     def rule(self, ins: Sequence[Shape], outs: Sequence[Shape]) -> str | None:
-        """The factor rule for these shapes; None if they do not fit.
+        """The factor rule for these shapes; None if the shapes do not fit.
 
-        Dims that an output lacks are summed over for it.
+        An output is summed over the dims that it lacks.
         """
         if self._sizes(ins) is None:
             return None
@@ -145,7 +145,7 @@ class Dims:
 
 
 def _spread(names: Names, lead: Sequence[str]) -> list[str]:
-    """The names with ``...`` replaced by the dims that it represents."""
+    """The names, in which ``...`` is replaced by the dims that it represents."""
     return [m for n in names for m in (lead if n == "..." else [n])]
 
 
@@ -158,7 +158,7 @@ def _read(text: AxisExpression, inputs: int) -> Dims:
     """The dims that an expression states.
 
     Raises:
-        AxisExpressionError: it is not an expression for a pattern with this number of inputs.
+        AxisExpressionError: the text is not an expression for a pattern with this number of inputs.
     """
     operands, results = _sides(text, inputs)
     ins = tuple(_names(text, operand) for operand in operands)
@@ -188,7 +188,7 @@ def _names(text: AxisExpression, operand: OperandExpression) -> Names:
 
 
 def _check_names(text: AxisExpression, ins: Sequence[Names], results: Side) -> None:
-    """Check that there are sizes for all names, and that outputs have neither new '...' nor dtypes."""
+    """Check that inputs give all names sizes, and that outputs have neither a new '...' nor a dtype."""
     if len({axis.name for axis in text.axes()}) > len(_SIZES):
         text.fail(0, f"more than {len(_SIZES)} names")
     known = any("..." in dims for dims in ins)
@@ -211,7 +211,7 @@ def _dtype(text: AxisExpression, operand: OperandExpression) -> torch.dtype:
 
 
 def _whole(text: AxisExpression, names: set[str]) -> Names:
-    """The names in the clauses ``whole``, the only ones that there are."""
+    """The names in ``whole`` clauses; no other clauses are allowed."""
     for clause in text.clauses:
         if clause.verb.text != "whole":
             text.fail(clause.verb, f"unknown clause {clause.verb.text!r}; the only clause is 'whole'")

@@ -1,8 +1,8 @@
 """Evaluation of graphs to terms, node by node.
 
-Programs and patterns are evaluated by the same rules (`normal_forms.py`). Composite
-operations (norms, softmax, their backwards) are decomposed by torch's own decompositions; operations
-without a rule are opaque, equal only to themselves.
+Programs and patterns are evaluated by the same rules (`normal_forms.py`). Composite operations (norms,
+softmax, their backwards) are decomposed by torch's own decompositions; calls of operations without a rule
+are opaque: equal only to calls with equal operands.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchard.functional.core.outputs import tensors_of
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
-from torchard.kernels.terms import normal_forms  # noqa: F401  (registers its rules)
+from torchard.kernels.terms import normal_forms  # noqa: F401  (registers the rules)
 from torchard.kernels.terms.composites import is_composite, taken_apart
 from torchard.kernels.terms.registry import Evaluated, EvaluatedCall, rule_of
 from torchard.kernels.terms.store import Store

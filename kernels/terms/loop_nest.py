@@ -1,9 +1,9 @@
 """Loop nests: the loops over which an operation runs, in a canonical form that all spellings share.
 
-An operation on strided operands does not determine in which order, or in how many dims, it runs over
-them. Loops that every operand traverses contiguously are coalesced; loops that no operand traverses are
-left to the readers of the result; the rest are ordered by strides. So ``gelu(x.view(b, s, n) + c)`` and
-``gelu(x + c).view(b, s, n)`` are the same nest, read in two ways.
+An operation on strided operands determines neither the order nor the number of the loops over them. In
+canonical form, loops that every operand traverses contiguously are coalesced; loops that no operand
+traverses are left to the readers of the result; the other loops are ordered by strides. So
+``gelu(x.view(b, s, n) + c)`` and ``gelu(x + c).view(b, s, n)`` are the same nest, read by two accesses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Canonical", "Nest", "NotStrided"]
 
 
 class NotStrided(Exception):
-    """The result cannot be read by strides in this form, so an operand must not be inlined."""
+    """No strides read the result in this form, so an operand must not be inlined."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Nest:
 
     Args:
         operands: terms (with a number ``id``) and their accesses, all with the same dims.
-        kept: the number of dims that the result has; the dims after them are reduced.
+        kept: the number of dims of the result; the dims after these are reduced.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Nest:
         sizes: Sequence[int],
         reduced: Sequence[int] = (),
     ) -> None:
-        """Replace an operand by its own operands, which are over a buffer of these sizes (at the end).
+        """Replace an operand by its own operands, whose accesses are over a buffer of ``sizes``.
 
         Args:
             reduced: the sizes of further loops, over which the operand is reduced.
 
         Raises:
-            NotStrided: the nest's strides cross the dims of that buffer.
+            NotStrided: the nest's strides cross the dims of the buffer.
         """
         _, offset = self.operands[k]
         steps = self._steps(k, offset, sizes)
@@ -108,7 +108,7 @@ class Nest:
             del loop.strides[k]
 
     def _steps(self, k: int, offset: int, sizes: Sequence[int]) -> dict[_Loop, tuple[int, int]]:
-        """For each loop that moves in the operand's buffer, the dim it moves in and the step."""
+        """The dim and the step of each loop that moves in the operand's buffer."""
         buffer = [stride for _, stride in contiguous(sizes).dims]
         reach = digits(offset, sizes)
         steps: dict[_Loop, tuple[int, int]] = {}
@@ -130,9 +130,9 @@ class Nest:
         return steps
 
     def _split(self, loop: _Loop, inner: int) -> _Loop:
-        """Split a loop: it becomes the inner loop, and the outer one is returned."""
+        """Split a loop: it becomes the inner loop, and a new outer loop is returned."""
         places = [p for pieces in self.dims for p in pieces if p[0] is loop]
-        # A loop of which some dim covers only a part (loops were joined before) cannot be split.
+        # A loop cannot be split if a dim covers only some of it, because loops were joined before.
         partly = any((multiple, size) != (1, loop.size) for _, multiple, size in places)
         if loop.size % inner or inner < 2 or partly:
             raise NotStrided
@@ -170,9 +170,9 @@ class Nest:
         )
 
     def _drop(self) -> None:
-        """Drop loops in which no operand moves: those that did were in a sum, and cancelled.
+        """Drop loops in which no operand moves, because the operands that moved cancelled in a sum.
 
-        None of them is reduced: a reduction has one operand, which moves in every loop.
+        None of these loops is reduced: a reduction has one operand, which moves in every loop.
         """
         for loop in [loop for loop in self.loops if not any(loop.strides)]:
             self.loops.remove(loop)
@@ -195,7 +195,7 @@ class Nest:
             pair = self._joinable()
 
     def _joinable(self) -> tuple[_Loop, _Loop] | None:
-        """Two loops, outer and inner, that can be coalesced; None if there are none."""
+        """An outer and an inner loop that can be coalesced; None if no loops can be."""
         for outer in self.loops:
             for inner in self.loops:
                 if (

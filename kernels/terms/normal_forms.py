@@ -139,7 +139,7 @@ def _cast(store: Store, call: EvaluatedCall) -> Evaluated:
 
 
 def _promoted(store: Store, call: EvaluatedCall, operand: Any) -> Any:
-    """An operand in the dtype of the result; a number as it is."""
+    """An operand in the dtype of the result; numbers are unchanged."""
     return store.cast(operand, call.dtype) if isinstance(operand, TermValue) else operand
 
 
@@ -173,7 +173,7 @@ def _mul(store: Store, call: EvaluatedCall) -> Evaluated:
 
 
 def _powers(exponent: float) -> EvaluationRule:
-    """The rule of an operation that raises to a power."""
+    """The rule of an operation that raises its operand to a power."""
     def rule(store: Store, call: EvaluatedCall) -> Evaluated:
         if not _is_floating(call):
             return NotImplemented
@@ -309,13 +309,13 @@ def _by_rows(
     shape = [math.prod(turned[:-1]), turned[-1]]
     rowwise = store.opaque(op, rows, (), shape, call.dtype)
     access = rowwise.access.reshaped(turned)
-    assert access is not None  # it is contiguous
+    assert access is not None  # the result is contiguous
     back = sorted(range(len(order)), key=order.__getitem__)
     return TermValue(rowwise.term, access.permuted(back))
 
 
 def _rows(value: TermValue, order: Sequence[int]) -> TermValue | None:
-    """A value as two dims, its rows and the last dim; None if its strides do not allow it."""
+    """A value in two dims, its rows and the last dim; None if its strides do not allow this shape."""
     turned = value.access.permuted(order)
     access = turned.reshaped([math.prod(turned.shape[:-1]), turned.shape[-1]])
     return None if access is None else TermValue(value.term, access)

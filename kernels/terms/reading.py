@@ -1,4 +1,4 @@
-"""A program as terms: the value of each node, and the nodes of each term."""
+"""A program read as terms: the value of each node, and the nodes of each term."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FULL = (aten.full.default, aten.full_like.default)
 
 
 def factors_of(biased: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The factors of a product with a bias, which may be one node."""
+    """The factors of a product with a bias; both may be the same node."""
     _, a, b = biased.args[:3]
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     return a, b
@@ -51,7 +51,7 @@ def inside(terms: Iterable[Term]) -> frozenset[Term]:
 
 
 def _seeds(program: Program) -> set[fx.Node]:
-    """The seed cotangents of a backward; as the number 1 they would vanish from products."""
+    """The seed cotangents of a backward. If they were read as the number 1, products would lose them."""
     return {
         node
         for node in program.calls
@@ -61,7 +61,7 @@ def _seeds(program: Program) -> set[fx.Node]:
 
 
 def operations(term: Term, depth: int, known: dict[Any, frozenset[Any]]) -> frozenset[Any]:
-    """The operations within some steps of a term, casts and factors aside, cached in ``known``."""
+    """The operations within ``depth`` steps of a term, without casts and factors; cached in ``known``."""
     term = bare(term)
     ops = known.get((term, depth))
     if ops is None:
@@ -71,17 +71,17 @@ def operations(term: Term, depth: int, known: dict[Any, frozenset[Any]]) -> froz
 
 
 class Reading:
-    """The terms of a program. Whoever changes its graph adds inserted nodes to `values` and `nodes`.
+    """The terms of a program. Code that inserts nodes in its graph adds them to `values` and `nodes`.
 
     Attributes:
-        values: the value of each node; several for a node with several results.
+        values: the value of each node; a tuple of values for a node with several results.
         nodes: the nodes of each term, the earliest first.
-        by_op: the terms of each operation, casts and factors aside.
+        by_op: the terms of each operation, without casts and factors.
         first: the value of each term's earliest node.
         multiples: the multiples of each term that have nodes.
-        products: for each product that a node computes together with a bias, that node.
+        products: product -> the node that computes the product together with a bias.
         order: the positions of the nodes.
-        casts: whether there are any casts, which separate sums and products.
+        casts: whether the program has casts, which separate sums and products.
         behind: the nodes that depend on a cotangent.
     """
 
@@ -92,7 +92,7 @@ class Reading:
             self.store.leaf(i, VAL.of(node).shape, VAL.of(node).dtype)
             for i, node in enumerate(program.placeholders)
         ]
-        # What enters a loop or leaves it depends on the other iterations.
+        # Values that enter or leave a loop depend on the other iterations.
         leaves = _seeds(program) | {node for node in program.calls if is_marker(node)}
         values = evaluate(program.graph, inputs, self.store, sharing=True, leaves=leaves)
         self.values: dict[fx.Node, Any] = values
@@ -129,7 +129,7 @@ class Reading:
         return behind
 
     def _products(self) -> dict[Term, fx.Node]:
-        """Products within products with a bias; they have no node of their own, but can be given one."""
+        """Products inside products with a bias: they have no nodes, but nodes can be inserted."""
         products: dict[Term, fx.Node] = {}
         for node in self.program.calls:
             if node.target in _BIASED:
@@ -144,13 +144,13 @@ class Reading:
         return value
 
     def may_be(self, term: Term, needed: Sequence[frozenset[Any]]) -> bool:
-        """Whether a term has the needed operations within 1, 2, ... steps."""
+        """Whether a term has operations ``needed[0]`` within 1 step, ``needed[1]`` within 2, ..."""
         return all(
             ops <= operations(term, depth, self._operations) for depth, ops in enumerate(needed, 1)
         )
 
     def has_most(self, term: Term, wanted: Collection[Any], depth: int) -> bool:
-        """Whether at least half of some operations are within some steps of a term."""
+        """Whether at least half of the wanted operations are within ``depth`` steps of a term."""
         ops = operations(term, depth, self._operations)
         return 2 * sum(op in ops for op in wanted) >= len(wanted)
 
@@ -159,7 +159,7 @@ class Reading:
         return {}
 
     def readers(self, term: Term, op: Any) -> list[Term]:
-        """The terms that apply an operation to a term, up to casts and factors of both."""
+        """The terms that apply an operation to a term; casts and factors around both are ignored."""
         return [reader for reader in self._readers.get(bare(term), ()) if bare(reader).op == op]
 
     @cached_property

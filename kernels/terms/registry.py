@@ -1,4 +1,4 @@
-"""The registry of normal forms: a rule for each operation that has one."""
+"""The registry of normal forms: a rule for each operation that has a normal form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EvaluatedCall:
 
     Attributes:
         args, kwargs: the arguments, with values in place of nodes.
-        val: the result, as a fake tensor (or several).
+        val: the result, as a fake tensor or several fake tensors.
     """
 
     def __init__(self, node: fx.Node, env: dict[fx.Node, Evaluated]) -> None:
@@ -82,7 +82,7 @@ _RULES: dict[Any, EvaluationRule] = {}
 
 
 def register(*targets: Any) -> Callable[[EvaluationRule], EvaluationRule]:
-    """Register the normal form of operations; a rule returns NotImplemented for calls without one."""
+    """Register a rule for operations; it returns NotImplemented for calls without a normal form."""
 
     def entered(rule: EvaluationRule) -> EvaluationRule:
         _RULES.update(dict.fromkeys(targets, rule))
@@ -92,5 +92,5 @@ def register(*targets: Any) -> Callable[[EvaluationRule], EvaluationRule]:
 
 
 def rule_of(target: Any) -> EvaluationRule | None:
-    """The rule of an operation; None if it has none."""
+    """The rule of an operation; None if no rule is registered."""
     return _RULES.get(target)

@@ -1,9 +1,8 @@
 """The store of terms: operations on values, whose results are terms in normal form.
 
 Sums and products are multisets with coefficients and exponents; scalar factors are pulled out of
-products, reductions and contractions; a sum of sums is one sum. This is algebra over the reals:
-spellings that differ in rounding only are the same term. Casts are kept, since they are deliberate
-rounding.
+products, reductions and contractions; a sum of sums is one sum. These identities hold for real numbers:
+spellings that differ in rounding only are the same term. Casts remain, because they round on purpose.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from torchard.kernels.terms.terms import (
 
 __all__ = ["Store"]
 
-# Reductions to which repeated elements make no difference.
+# Reductions whose results do not change if elements are repeated.
 _IDEMPOTENT = ("amax", "amin", "any", "all")
 
 
@@ -82,12 +81,12 @@ class Store:
     # -- leaves -------------------------------------------------------------------------------
 
     def leaf(self, label: Hashable, shape: Sequence[int], dtype: torch.dtype) -> TermValue:
-        """A value of which nothing is known."""
+        """A value about which nothing is known."""
         shape = tuple(shape)
         return TermValue(self.term("input", dtype, shape, numbers=(label,)), contiguous(shape))
 
     def constant(self, value: Number, shape: Sequence[int], dtype: torch.dtype) -> TermValue:
-        """A value that is one number everywhere."""
+        """A value whose elements are all the same number."""
         term = self.term("constant", dtype, (), numbers=(number(value, dtype),))
         return TermValue(term, Access(()).expanded(tuple(shape)))
 
@@ -99,7 +98,7 @@ class Store:
         shape: Sequence[int],
         dtype: torch.dtype,
     ) -> TermValue:
-        """The value of an operation of which only equality is known."""
+        """The value of an opaque operation: equal only to the operation's value on equal operands."""
         operands = [(v.term, v.access) for v in values]
         return TermValue(self.term(op, dtype, shape, operands, (literals,)), contiguous(shape))
 
@@ -128,7 +127,7 @@ class Store:
             return alone
         try:
             return self._sum(kept, constant, shape, dtype, True)
-        except NotStrided:  # a part that is a sum cannot be inlined
+        except NotStrided:  # an operand that is a sum cannot be inlined
             return self._sum(kept, constant, shape, dtype, False)
 
     def _sum(
@@ -144,7 +143,7 @@ class Store:
         k = 0
         while k < len(factors):
             term = nest.operands[k][0]
-            # A multiple of one value is inlined as that value with a factor, even if it is shared.
+            # A multiple of one value is inlined, as the value with a factor, even if it is shared.
             separate = term.op != "sum" or (term in self.shared and not is_multiple(term))
             if flat and not separate:
                 *inner, more = term.numbers
@@ -265,7 +264,7 @@ class Store:
         factor, inner = unscaled(value) if name == "sum" else (1.0, value)
         turned = inner.access.permuted([*kept, *removed])
         form = self._reduced(name, TermValue(inner.term, turned), len(kept))
-        # Repeats make no difference, or become a factor (of a sum), or belong to the term.
+        # Repeated elements change nothing, or become a factor (of a sum), or are recorded in the term.
         merged = name in _IDEMPOTENT or name == "sum"
         numbers = () if merged else (form.repeats,)
         op = ("reduce", name) if form.reduced or not merged else "copy"
@@ -281,7 +280,7 @@ class Store:
         return TermValue(result.term, access)
 
     def _reduced(self, name: str, value: TermValue, kept: int) -> Canonical:
-        """The nest of a reduction, merged with that of the value if it is the same kind of reduction."""
+        """The nest of a reduction, merged with the value's nest if that is a reduction of this kind."""
         nest = Nest(value.shape, [(value.term, value.access)], kept)
         term = value.term
         if term.op == ("reduce", name) and (name == "sum" or name in _IDEMPOTENT):
@@ -317,7 +316,7 @@ class Store:
 def _alone(
     parts: Sequence[tuple[float, TermValue]], shape: Sequence[int], dtype: torch.dtype
 ) -> TermValue | None:
-    """The value of a sum or product that has one part, once; None of others."""
+    """The value of a sum or product with one operand, taken once; None for other sums and products."""
     (number, value), *more = parts
     if more or number != 1 or value.dtype != dtype:
         return None
@@ -325,7 +324,7 @@ def _alone(
 
 
 def _itself(term: Term) -> Term:
-    """The term that a term copies, if it is the copy of a whole buffer; else the term."""
+    """The term that ``term`` copies, if it is a copy of a whole buffer; else ``term``."""
     ((source, access),) = term.operands
     return source if _in_order(source, access) and source.dtype == term.dtype else term
 
@@ -336,7 +335,7 @@ def _in_order(term: Term, access: Access) -> bool:
 
 
 def _power(base: Number, exponent: float) -> float:
-    """A power of a number: infinite for a negative power of 0, NaN if it is complex."""
+    """A power of a number: infinite for a negative power of 0, NaN for complex results."""
     try:
         power = base**exponent
     except ZeroDivisionError:
@@ -345,7 +344,7 @@ def _power(base: Number, exponent: float) -> float:
 
 
 def _distributes(exponents: Sequence[float], outer: float) -> bool:
-    """Whether a power of a product of powers is the product of their powers, for every sign."""
+    """Whether a power of a product equals the product of its factors' powers, whatever the signs."""
     return outer == int(outer) or (len(exponents) == 1 and exponents[0] % 2 != 0)
 
 
@@ -357,7 +356,7 @@ def _place(operand: Operand) -> tuple[Any, ...]:
 def _merged(
     form: Canonical, numbers: Sequence[float], apart: bool = False
 ) -> tuple[Canonical, list[float]]:
-    """Merge equal operands, and sort them; ``apart`` does not merge numbers of opposite signs."""
+    """Merge equal operands and sort them; if ``apart``, numbers of opposite signs are not merged."""
     total: dict[Any, list[Any]] = {}
     for operand, n in zip(form.operands, numbers, strict=True):
         key = (*_place(operand), n < 0 if apart else None)

@@ -1,7 +1,7 @@
 """Terms: the values of programs, as operations over loop nests that read other terms through strides.
 
-A store (`store.py`) interns terms in normal form: equal terms are equal functions of their inputs.
-They are for matching only; the program that they were read from keeps its operations.
+A store (`store.py`) interns terms in normal form: equal terms are equal functions of their inputs. Terms
+are for matching only; the program from which they were read keeps its operations.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class Term:
     Attributes:
         op: ``input``, ``constant``, ``sum``, ``product``, ``dot``, ``cast``, ``("reduce", name)``,
             or the operation itself.
-        sizes, reduced: the sizes of the buffer, and of the reduced loops inside.
-        operands: the terms it reads and how: over the loops, or, for opaque terms, in their own dims.
-        numbers: the coefficients of a sum, then its constant; the exponents of a product; literals.
+        sizes, reduced: the sizes of the buffer, and the sizes of the reduced loops inside.
+        operands: the terms that it reads, each with an access over the loops; for opaque terms, an access
+            in the operand's own dims.
+        numbers: the coefficients of a sum, then its constant; the exponents of a product; otherwise the
+            literals of the operation.
     """
 
     id: int
@@ -85,7 +87,7 @@ class TermValue:
 
 
 def number(value: Number, dtype: torch.dtype = torch.float32) -> Number:
-    """A number rounded for comparison, since numbers computed in two ways differ in the last digits."""
+    """A number rounded for comparison, because two ways to compute it differ in the last digits."""
     if isinstance(value, bool) or not isinstance(value, float) or not math.isfinite(value):
         return value
     rounded = float(f"{value:.12e}" if dtype == torch.float64 else f"{value:.6e}")
@@ -93,7 +95,7 @@ def number(value: Number, dtype: torch.dtype = torch.float32) -> Number:
 
 
 def literal(part: TermValue | Number) -> Number | None:
-    """The number that an operand is, if it is a number or a constant; else None."""
+    """The number of an operand that is a number or a constant; None for other operands."""
     if not isinstance(part, TermValue):
         return part
     return part.term.numbers[0] if part.term.op == "constant" else None
@@ -105,7 +107,7 @@ def is_multiple(term: Term) -> bool:
 
 
 def unscaled(value: TermValue) -> tuple[float, TermValue]:
-    """A factor and a value, of which the given value is the product; 1 and itself if it is none."""
+    """A factor and a value whose product is ``value``; 1 and ``value`` if it is not a multiple."""
     inner = through(value) if is_multiple(value.term) else None
     return (1, value) if inner is None else (value.term.numbers[0], inner)
 
@@ -114,10 +116,10 @@ def through(value: TermValue, k: int = 0, *, within: bool = False) -> TermValue 
     """The k-th operand of a term over loops, in the dims of a value that reads the term.
 
     Args:
-        within: also look inside reductions, with the dims that they reduce as further dims.
+        within: also read operands of reductions; the dims that they reduce are further dims.
 
     Returns:
-        The operand's value; None if no strides give it.
+        The operand's value; None if no strides read it.
     """
     term = value.term
     source, access = term.operands[k]
