@@ -101,7 +101,7 @@ class Functional(ModuleCopy):
         buffers: the module's buffers by dotted path, which share its memory (stacked ones are copies); a
             call without ``buffers=`` uses them as constants.
         module: the copy of the module; its parameters and buffers are on the meta device.
-        stacks: its lists of stacked layers.
+        stacks: the module's lists of stacked layers.
 
     Raises (when called):
         PurityError: dropout runs in train mode without a key, a buffer is updated without ``buffers``,
@@ -253,7 +253,7 @@ class Functional(ModuleCopy):
 
     @contextlib.contextmanager
     def _entered(self, registered: Registered) -> Iterator[None]:
-        """A context in which the module's tensors are those of a call, which may have ended."""
+        """A context in which the module has the tensors of a call, which may have ended."""
         with self._lock:
             if registered.is_entered():
                 with registered:
@@ -276,7 +276,7 @@ class Functional(ModuleCopy):
 
         @contextlib.contextmanager
         def again() -> Iterator[None]:
-            # What the call returned is not written to a second time.
+            # A recomputation must not write to the call's results again.
             fresh = {**values, **{k: _cloned(values[k]) for k in buffers}}
             fresh |= {k: fresh[one] for k, one in self._ties.items()}
             with self._entered(Registered(self._tensors, fresh)), Keyed(keyed.key, first):
@@ -330,19 +330,19 @@ class Functional(ModuleCopy):
         return dict(named)
 
     def names_of(self, names: Iterable[str]) -> list[str]:
-        """The names in params of tensors of the module, each once."""
+        """The names in ``params`` of the module's tensors with these names, each once."""
         for layers in self.stacks:
             places = [(name, layers.place(name)) for name in names]
             names = [layers.row(place[1]) if place else name for name, place in places]
         return list(dict.fromkeys(names))
 
 
-# What a pickle of a function has besides its attributes.
+# The entries of a function's pickle besides its attributes.
 _STATE = ("_names", "_shapes", "_ties", "_trained", "_training", "module", "stacks")
 
 
 def _cloned(buffer: Tensor) -> Tensor:
-    """A copy that has versions in inference mode too, by which an update is noticed."""
+    """A copy that has a version in inference mode too, because versions reveal updates."""
     with torch.inference_mode(False):
         return buffer.clone()
 

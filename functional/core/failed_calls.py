@@ -1,4 +1,4 @@
-"""Notes on errors of a user's function: the line, the call of torch, and its operands."""
+"""Notes on errors in a user's function: the line, the torch call, and its operands."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LONGEST = 60
 def note_call(
     error: Exception, line: str | None, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Note that a call of torch at this line of the user's code raised an error, if nothing is noted yet.
+    """Note that a torch call at this line of the user's code raised an error, if nothing is noted yet.
 
-    Where a backward pass fails, the call of ``torch.autograd.grad`` tells nothing of the operation.
+    If a backward pass fails, the call of ``torch.autograd.grad`` would not identify the operation.
     """
     by = "" if func is torch.autograd.grad else f", by {_call_text(func, args, kwargs)}"
     return _note(error, line, by)
@@ -62,6 +62,6 @@ def _text(value: Any) -> str:
         return f"[{', '.join(map(_text, value))}]"
     try:
         text = repr(value)
-    except Exception:  # an object may be half made: the call's own error is what is told
+    except Exception:  # the object may be half built; the call's error matters, not this one
         text = f"<{type(value).__qualname__}>"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

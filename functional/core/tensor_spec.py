@@ -27,7 +27,7 @@ class TensorSpec:
         return TensorSpec(shape, tuple(tensor.stride()), tensor.dtype, tensor.device, weak)
 
     def empty(self) -> torch.Tensor:
-        """An uninitialised tensor of this spec (a fake one under a fake mode)."""
+        """An uninitialised tensor of this spec (a fake tensor under a fake mode)."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 

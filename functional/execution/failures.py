@@ -59,7 +59,7 @@ def failed(error: Exception, label: Label | None, name: str) -> None:
 def compiled_failed(error: Exception, name: str, backend: str, records: Sequence[Any]) -> None:
     """Like `failed`, for compiled code, whose lines do not correspond to operations.
 
-    The traceback shows whether a collective failed, but not which.
+    The traceback shows whether a collective failed, but not which collective.
     """
     lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
     call = next((line for line in reversed(lines) if COLLECTIVES in line), None)

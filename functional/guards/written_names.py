@@ -1,10 +1,10 @@
 """Names that code only writes: counters that it increments, containers that it only adds to.
 
-Their values cannot reach the result, so they are no reason to trace again. The bytecode is run on
-symbols, from one jump to the next. A use of a name counts as written if what was loaded, or computed of
-it, ends where it came from (``n += 1``, ``self.n += 1``, ``stats["n"] += 1``), or if a method that only
-adds to a container is called on it and the result dropped (``log.append(x)``). Every other use is a read,
-and so is one at an instruction that is not known here.
+The values of these names cannot reach the result, so a change needs no new trace. The bytecode is run on
+symbols, from one jump to the next. A use of a name counts as a write if the loaded value, or a value
+computed from it, is stored in the same place (``n += 1``, ``self.n += 1``, ``stats["n"] += 1``), or if a
+method that only adds to a container is called on it and the result is dropped (``log.append(x)``). Every
+other use is a read, as is a use by an unknown instruction.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
 
 @dataclass(eq=False)
 class _Symbol:
-    """What is on the stack: something loaded or computed.
+    """A value on the stack, which was loaded or computed.
 
     Attributes:
-        place: the name, attribute of a symbol, or item of a symbol that it was loaded from.
-        of: the symbols that it was computed from.
-        method: the name of the method that is called on them.
-        result: whether it is the result of a method that only adds to a container.
+        place: the name, attribute of a symbol, or item of a symbol from which the value was loaded.
+        of: the symbols from which the value was computed.
+        method: the name of the method that is called on these symbols.
+        result: whether the value is the result of a method that only adds to a container.
     """
 
     place: tuple[Any, ...] = ()
@@ -91,7 +91,7 @@ class _Run:
         self.code = code
         self.stack: list[_Symbol] = []
         self.uses = _Uses()
-        self.kept: list[_Symbol] = []  # so that their ids are not used again
+        self.kept: list[_Symbol] = []  # keeps symbols alive, so that their ids are not reused
 
     def run(self) -> _Uses:
         for instruction in dis.get_instructions(self.code):
@@ -110,7 +110,7 @@ class _Run:
         return self.stack.pop() if self.stack else _Symbol()
 
     def forget(self) -> None:
-        """Whatever is on the stack may be read."""
+        """Count all symbols on the stack as read."""
         self.uses.reads(self.stack)
         self.stack.clear()
 
@@ -183,7 +183,7 @@ class _Run:
         self.goes_to(self.pop(), (instruction.argval,))
 
     def goes_to(self, value: _Symbol, place: tuple[Any, ...]) -> None:
-        """A value goes to a place: harmless if it was computed from what was there."""
+        """Store a value in a place; not a read if the value was computed from the place's value."""
         (source, *others) = value.of or (value,)
         if value.of and not others and source.place == place and not value.result:
             self.uses.write(source)
@@ -225,7 +225,7 @@ class _Run:
 
 
 def _is_method(instruction: dis.Instruction) -> bool:
-    """Whether two items are pushed: a method, and what it is called on."""
+    """Whether an instruction pushes two items: a method and its object."""
     if sys.version_info < (3, 12):
         return instruction.opname == "LOAD_METHOD"
     return bool((instruction.arg or 0) & 1)

@@ -28,7 +28,7 @@ def check_attributes(path: str, before: Mapping[str, Any], after: Mapping[str, A
 
 def check_contents(name: str, contents: Contents) -> None:
     """Refuse a forward that keeps state in a container, or that installs hooks at every call."""
-    # Attributes of modules are checked around each forward, since a hook before it may compute one.
+    # Attributes of modules are checked around each forward, since a hook may compute an attribute first.
     # A buffer that was assigned is a result.
     parts = list(contents.module.modules())
     checked = {id(table) for part in parts for table in (vars(part), internals.buffer_table(part))}
@@ -47,7 +47,7 @@ def check_contents(name: str, contents: Contents) -> None:
 
 
 def _hooked(name: str) -> PurityError:
-    """The error of hooks that a call installed or removed, leaving no other trace in the module."""
+    """The error for hooks that a call installed or removed, without other changes in the module."""
     return PurityError(
         f"the forward of {name} installs or removes hooks, and nothing in the module records this: a "
         "pure function cannot keep them, and the next call would differ from the module's. Run the "
@@ -56,7 +56,7 @@ def _hooked(name: str) -> PurityError:
 
 
 def created(names: Sequence[str]) -> PurityError:
-    """The error of buffers that a call with ``buffers`` made."""
+    """The error for buffers that a call with ``buffers`` created."""
     return PurityError(
         f"the forward creates {', '.join(map(repr, names))}: a call with buffers= returns those that the "
         "module had when it was functionalized. Run the module once before functionalize."
@@ -64,7 +64,7 @@ def created(names: Sequence[str]) -> PurityError:
 
 
 def parted(path: str, first: str) -> PurityError:
-    """The error of tied buffers of which a forward replaced one."""
+    """The error for tied buffers if a forward replaces one of them."""
     return PurityError(
         f"module {owner_of(path)!r} or {owner_of(first)!r} replaces a buffer that they share "
         f"({first!r}, {path!r}) by a new tensor, which they would not share: write to it in place, as "
@@ -73,7 +73,7 @@ def parted(path: str, first: str) -> PurityError:
 
 
 def updated(path: str) -> PurityError:
-    """The error of a buffer update in a call without ``buffers``."""
+    """The error for a buffer update in a call without ``buffers``."""
     return PurityError(
         f"module {owner_of(path)!r} updates its buffer {path!r}: a pure function returns new values. "
         "Pass buffers=fn.buffers and continue with those that are returned, as in "

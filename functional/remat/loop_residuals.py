@@ -1,9 +1,9 @@
-"""What the loops of a backward read of a forward's loops, handed over value by value.
+"""Passes the values that a backward's loops read from a forward's loops, one residual for each iteration.
 
-In a rolled program a loop reads another one's value of the same row. The halves of a joint program run
-one after the other: here such a value leaves the forward's loop as an item of each row, which are
-residuals like any others, and enters the backward's loop as a row of a list of these. Nothing is stacked.
-Views, and what no result of the forward needs, are computed in the backward's loop.
+In a rolled program, a loop reads another loop's value of the same iteration. The halves of a joint
+program run one after the other. So such a value leaves the forward's loop as one item for each iteration.
+These items are residuals like all others, and enter the backward's loop as rows of a list. Nothing is
+stacked. Views, and values that no result of the forward needs, are computed in the backward's loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["with_loop_residuals"]
 
 
 def with_loop_residuals(program: Program) -> Program:
-    """A joint program whose halves have loops; unrolled where a loop cannot be in one half."""
+    """A joint program whose halves have loops; the unrolled program if a loop cannot be in one half."""
     if not has_loops(program):
         return program
     handing = _HandedOver(program.copy())
@@ -51,7 +51,7 @@ class _HandedOver:
         self.loops = {LOOP.of(node) for node in self.cut.forward if LOOP.on(node)}
 
     def is_possible(self) -> bool:
-        """Whether each loop is of one half, and loops that read others' rows have the same ones."""
+        """Whether each loop is in one half, and loops that read each other's rows have the same rows."""
         if any(LOOP.get(node) in self.loops for node in self.cut.tainted):
             return False
         return all(
@@ -60,7 +60,7 @@ class _HandedOver:
         )
 
     def _crossing(self) -> list[tuple[fx.Node, fx.Node]]:
-        """The operations of the backward's loops, and what they read of the forward's."""
+        """The operations in the backward's loops, each with a value that it reads of a forward loop."""
         return [
             (node, operand)
             for node in self.program.calls
@@ -75,7 +75,7 @@ class _HandedOver:
         return replace(self.program)
 
     def _inside(self, loop: Loop, value: fx.Node, before: fx.Node) -> fx.Node:
-        """A value of the same row of the forward's loop, in a loop of the backward."""
+        """The node in a backward's loop for a value of the forward's loop of the same iteration."""
         if LOOP.get(value) not in self.loops:
             return value
         if (loop, value) not in self.inside:
@@ -88,7 +88,7 @@ class _HandedOver:
         return self.inside[loop, value]
 
     def _again(self, loop: Loop, value: fx.Node, before: fx.Node) -> fx.Node:
-        """The operation once more, in the loop."""
+        """A copy of the value's operation in the loop."""
         operands = {n: self._inside(loop, n, before) for n in value.all_input_nodes}
         with self.program.graph.inserting_before(before):
             made = self.program.graph.node_copy(value, operands.__getitem__)
@@ -105,7 +105,7 @@ class _HandedOver:
         return made
 
     def _list(self, value: fx.Node, before: fx.Node) -> fx.Node:
-        """The values of all rows, outside of the loop."""
+        """The list of the value in all iterations, outside the loop."""
         loop = LOOP.of(value)
         stacked = self._led(self._call(rows, (value, loop.count), value, before), value)
         items = [self._call(item, (stacked, i), value, before) for i in loop.span]
@@ -119,7 +119,7 @@ class _HandedOver:
         return made
 
     def _led(self, node: fx.Node, value: fx.Node) -> fx.Node:
-        """A node that stands for the values of all rows."""
+        """A node that represents the values of all iterations."""
         val, count = VAL.of(value), LOOP.of(value).count
         with internals.no_modes(), val.fake_mode:
             VAL.set(node, torch.empty((count, *val.shape), dtype=val.dtype, device=val.device))

@@ -37,7 +37,7 @@ __all__ = ["Reads", "Writes", "entry"]
 
 
 class IndexRun(NamedTuple):
-    """A run of consecutive indices of a dim: from ``start`` in the whole, from ``local`` in the shard."""
+    """A run of consecutive indices of a dim: from ``start`` in the value, from ``local`` in the shard."""
 
     start: int
     local: int
@@ -62,7 +62,7 @@ def runs(dim: Dim, at: Coords, sizes: Mapping[str, int]) -> list[IndexRun]:
 
 
 def _overlap(held: Iterable[IndexRun], start: int, length: int) -> list[IndexRun]:
-    """The overlaps of runs with a range, with starts relative to the range's."""
+    """The overlaps of runs with a range, with starts relative to the start of the range."""
     overlaps = []
     for run in held:
         low, high = max(run.start, start), min(run.start + run.length, start + length)
@@ -72,7 +72,7 @@ def _overlap(held: Iterable[IndexRun], start: int, length: int) -> list[IndexRun
 
 
 def _shards(value: Any, everywhere: bool = False) -> Iterator[list[list[IndexRun]]]:
-    """The runs of each dim for each shard of this process, or for all distinct ones."""
+    """The runs of each dim for each shard of this process, or for all distinct shards."""
     if isinstance(value, MeshTensor):
         layout, sizes = value.layout, value.mesh.shape
         places = layout.keys(sizes) if everywhere else value._held.places
@@ -87,7 +87,7 @@ def _parts(value: Any) -> Sequence[Tensor]:
 
 
 def _cut(part: Tensor, box: Box) -> Tensor:
-    """The view of a shard that is a box."""
+    """A box of a shard, as a view."""
     for d, run in enumerate(box):
         part = part.narrow(d, run.local, run.length)
     return part
@@ -98,7 +98,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def entry(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    """The index entry of a value: all its boxes, on whichever rank."""
+    """A value's index entry: all of its boxes, on any rank."""
     if not isinstance(value, MeshTensor | Tensor):
         return BytesStorageMetadata()
     boxes = [box for shard in _shards(value, everywhere=True) for box in itertools.product(*shard)]
@@ -207,7 +207,7 @@ class Reads(DefaultLoadPlanner):
         self.objects[read_item.storage_index.fqn] = torch.load(value, weights_only=True)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The tensor that a region is read into: its destination, if it has a single one."""
+        """The tensor into which a region is read: the destination, if there is only one."""
         (_, view), *more = self._copies[read_item.storage_index]
         return torch.empty(read_item.lengths, dtype=view.dtype) if more else view
 

@@ -43,11 +43,11 @@ __all__ = [
 
 # -- modules ---------------------------------------------------------------------------------------
 
-# Where a module keeps its parameters.
+# The attribute in which a module keeps its parameters.
 PARAMETERS = "_parameters"
-# What makes a custom tensor an instance of nn.Parameter; where torch has none, it is an attribute more.
+# The attribute that makes a custom tensor an instance of nn.Parameter; without effect if torch lacks it.
 _IS_PARAMETER = "_is_param"
-# Where a module keeps its hooks.
+# The attributes in which a module keeps its hooks.
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # The hooks of all modules.
@@ -61,8 +61,9 @@ GLOBAL_HOOK_TABLES = (
 require(nn.Module(), "_apply", "_parameters", "_buffers", "_modules", *HOOK_TABLES)
 require(nn.BatchNorm1d, "_check_input_dim")
 
-# Attributes of every module: those that no call reads, and those that `nn.Module` itself reads in a call.
-# One that another version adds is treated as the user's: guarded where the user's code names it.
+# Attributes of every module: first those that no call reads, then those that `nn.Module` itself reads in
+# a call. An attribute that another version adds is treated as the user's: guarded if the user's code
+# names it.
 NOT_READ_BY_MODULES = frozenset(
     (
         *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
@@ -76,20 +77,20 @@ READ_BY_MODULES = frozenset(
         *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_is_full_backward_hook"),
     )
 )
-# Every table of hooks, and what is noted about them.
+# All tables of hooks, and of flags about hooks.
 HOOK_KEYS = (READ_BY_MODULES | NOT_READ_BY_MODULES) - {
     *("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
 }
 
 
-# A module's own buffers, mutable; `named_buffers` leaves out those that are None.
+# A module's own buffers, mutable; `named_buffers` leaves out buffers that are None.
 buffer_table: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 # A module's own children, mutable; `named_children` leaves out duplicates.
 child_table: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
 def converted(part: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """What `nn.Module.to` and others call, of the module's class."""
+    """Convert a module by the method of its class that `nn.Module.to` and others call."""
     result: nn.Module = type(part)._apply(part, *args, **kwargs)
     return result
 
@@ -106,7 +107,7 @@ def mark_parameter(tensor: Any) -> None:
 
 @contextmanager
 def as_parameters(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which tensors are instances of `nn.Parameter`, which `get_parameter` asks for."""
+    """A context in which tensors are instances of `nn.Parameter`, as `get_parameter` requires."""
     marked = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
     for tensor in marked:
         mark_parameter(tensor)
@@ -118,9 +119,9 @@ def as_parameters(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def called_module(forward: Any, module_: nn.Module) -> nn.Module:
-    """The module whose forward this is and was called; a copy made by hand may have that of another.
+    """The module whose forward was called; a hand-made copy may have the forward of another module.
 
-    To be called by ``forward``, which ``module_`` has as an attribute.
+    To be called by ``forward``, which is an attribute of ``module_``.
     """
     frame = sys._getframe(2)
     called = frame.f_locals.get("self") if frame.f_code.co_filename == module.__file__ else None
@@ -128,7 +129,7 @@ def called_module(forward: Any, module_: nn.Module) -> nn.Module:
 
 
 def check_batch_norm_input(layer: Any, input: Tensor) -> None:
-    """Raise the ValueError of a batch norm whose input has too few or too many dims."""
+    """Raise a batch norm's ValueError if its input has too few or too many dims."""
     layer._check_input_dim(input)
 
 
@@ -152,18 +153,18 @@ def saved_were_freed(ctx: Any) -> bool:
 
 
 def graph_task() -> int:
-    """The id of the backward pass running in this thread; -1 for none."""
+    """The id of the backward pass that is running in this thread; -1 for none."""
     return torch._C._current_graph_task_id()
 
 
 def autograd_sequence() -> int:
-    """The number of the next autograd node, which links a backward to the line of its forward."""
+    """The next autograd node's number, by which a backward is linked to the line of its forward."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
 def current_backward_node() -> int | None:
-    """The number of the autograd node whose backward is running; None if none is."""
+    """The number of the autograd node whose backward is running; None without a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -171,8 +172,8 @@ def current_backward_node() -> int | None:
 def registered_formula(node: Any) -> tuple[Any, Any] | None:
     """The backward and setup_context that torch.library.register_autograd registered, from a node.
 
-    torch keeps them in the closure of a generated class, which only autograd nodes refer to. If another
-    version keeps them elsewhere, the operator is called as torch calls it.
+    torch keeps both functions in the closure of a generated class, to which only autograd nodes refer. If
+    another version keeps them elsewhere, the operator is called as torch calls it.
     """
     generated: Any = getattr(type(node), "_forward_cls", None)
     if not getattr(generated, "__name__", "").startswith("GeneratedBackwardFor"):
@@ -183,23 +184,23 @@ def registered_formula(node: Any) -> tuple[Any, Any] | None:
             held = cell.cell_contents
             if hasattr(held, "_backward_fn") and hasattr(held, "_setup_context_fn"):
                 return held._backward_fn, held._setup_context_fn
-            todo.append(held)  # a function for lists wraps another
+            todo.append(held)  # a function for lists wraps another function
     return None
 
 
 # -- torch.utils.checkpoint ------------------------------------------------------------------------
-# No public interface tells that a checkpoint begins: saved-tensor hooks see saved tensors, not the call.
+# No public interface reveals that a checkpoint begins: saved-tensor hooks see tensors, not the call.
 
 # For use_reentrant=True: an autograd Function.
 CHECKPOINT_FUNCTION = "CheckpointFunction"
-# For use_reentrant=False: generator functions; torch calls the function at their yield. From 2.15 on
-# torch calls the second; the first remains for other callers.
+# For use_reentrant=False: generator functions; torch calls the checkpointed function at their yield. From
+# 2.15 on torch uses the second generator; the first remains for other callers.
 _GENERATORS = (
     "_checkpoint_without_reentrant_generator",
     "_checkpoint_without_reentrant_generator_impl",
 )
-# torch's own, by name. Where a version has other names, these run unchanged: a call is not a segment,
-# and under a gradient inside a trace it raises an error that says to use torchard.checkpoint.
+# torch's own functions, by name. If a version has other names, its functions run unchanged: a call is not
+# a segment, and under a gradient inside a trace it raises an error that recommends torchard.checkpoint.
 CHECKPOINT_FUNCTIONS: dict[str, Any] = {
     name: getattr(torchs, name)
     for name in (CHECKPOINT_FUNCTION, *_GENERATORS)
@@ -208,6 +209,6 @@ CHECKPOINT_FUNCTIONS: dict[str, Any] = {
 
 
 def replace_checkpoint_functions(functions: dict[str, Any]) -> None:
-    """Replace torch's functions of these names, process-wide."""
+    """Replace torch's functions with these names, process-wide."""
     for name, function in functions.items():
         setattr(torchs, name, function)

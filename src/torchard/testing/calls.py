@@ -40,10 +40,10 @@ Result = TypeVar("Result")
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context in which torch's global generators begin at a seed; afterwards they are as before.
+    """A context in which torch's global generators begin at a seed; their states are restored afterwards.
 
-    The generators are the process's: another thread that draws meanwhile draws of this seed, too, and
-    changes what is drawn here.
+    All threads share the generators: draws of another thread come from this seed too, and change the
+    numbers that this context draws.
     """
     with generators_kept():
         torch.default_generator.manual_seed(seed)
@@ -53,9 +53,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def as_function(fn: Fn) -> Fn:
-    """A module as a function of its arguments; each call of it begins with the buffers as they are now.
+    """A module as a function of its arguments; each call begins with the buffers' present values.
 
-    Any other function is returned as it is.
+    Functions that are not modules are returned unchanged.
     """
     if not isinstance(fn, torch.nn.Module):
         return fn
@@ -70,7 +70,7 @@ def as_function(fn: Fn) -> Fn:
 
 @contextlib.contextmanager
 def buffers_kept(*fns: Any) -> Iterator[None]:
-    """A context after which the modules that functions are, or call, have the buffers from before."""
+    """A context that restores the buffers of modules among these functions, and of modules they call."""
     kept = {
         id(buffer): (owner, name, buffer, buffer.detach().clone())
         for module in modules_behind(*fns)
@@ -89,7 +89,7 @@ def buffers_kept(*fns: Any) -> Iterator[None]:
 
 
 def leaving_buffers(check: Callable[Params, Result]) -> Callable[Params, Result]:
-    """A law after which the modules that its functions call have the buffers from before."""
+    """A law that restores the buffers of the modules that its functions call."""
 
     @functools.wraps(check)
     def of_functions(*args: Params.args, **kwargs: Params.kwargs) -> Result:
@@ -101,16 +101,16 @@ def leaving_buffers(check: Callable[Params, Result]) -> Callable[Params, Result]
 
 
 def law(check: Callable[Params, Result]) -> Callable[Params, Result]:
-    """A law with its arguments checked, that takes modules where it takes functions.
+    """A law that checks its arguments and accepts modules as functions.
 
-    The function under test draws the same in each of the calls that the law makes of it, and arrays of
-    NumPy that it returns are tensors.
+    The function under test draws the same random numbers in each call by the law, and NumPy arrays that
+    it returns are converted to tensors.
     """
     return _law(check, lambda fn: _with_tensors(drawing_alike(fn)))
 
 
 def law_of_chained(check: Callable[Params, Result]) -> Callable[Params, Result]:
-    """A `law` that passes results on to functions: arrays of NumPy are not converted."""
+    """A `law` that passes results on to functions, so NumPy arrays are not converted."""
     return _law(check, drawing_alike)
 
 
@@ -138,7 +138,7 @@ def _with_tensors(fn: Fn) -> Fn:
 
 
 def as_tensors(result: Any) -> Any:
-    """A result with arrays and numbers of NumPy as tensors, those that torch has a dtype for."""
+    """A result in which NumPy arrays and numbers are tensors, if torch has their dtype."""
     return tree.map(_as_tensor, result)
 
 
@@ -163,7 +163,7 @@ def drawing_alike(fn: Fn) -> Fn:
     return call
 
 
-_SEED = 0x5EED_0F_7E57  # that no function sets itself
+_SEED = 0x5EED_0F_7E57  # a seed that no tested function sets
 
 
 def watched(fn: Fn, args: Sequence[Any]) -> tuple[Any, bool]:
@@ -205,8 +205,8 @@ def saying_that_it_draws(fn: Fn, args: Sequence[Any]) -> Iterator[None]:
 def with_parameters(fn: Fn, reference: Fn, args: Sequence[Any]) -> tuple[Fn, Fn, tuple[Any, ...]]:
     """Two functions, and arguments for both.
 
-    Two modules with the same parameters become functions of them too, which are the last argument, a dict
-    by name, so that derivatives are compared in them.
+    Two modules with the same parameters become functions of these parameters too: the last argument is a
+    dict of parameters by name, so that derivatives with respect to them are compared.
     """
     if not (isinstance(fn, torch.nn.Module) and isinstance(reference, torch.nn.Module)):
         return as_function(fn), as_function(reference), tuple(args)
@@ -221,7 +221,7 @@ def with_parameters(fn: Fn, reference: Fn, args: Sequence[Any]) -> tuple[Fn, Fn,
 
 
 def updates_of_buffers(fn: Fn, reference: Fn) -> tuple[Fn, Fn] | None:
-    """Two modules as functions to the buffers after a call, by name; None if they have other names."""
+    """Two modules as functions that return the buffers after a call; None if buffer names differ."""
     if not (isinstance(fn, torch.nn.Module) and isinstance(reference, torch.nn.Module)):
         return None
     names = [{name for name, _ in module.named_buffers()} for module in (fn, reference)]
@@ -266,13 +266,13 @@ def _have_same(these: Mapping[str, torch.Tensor], those: Mapping[str, torch.Tens
 def _called(module: torch.nn.Module, parameters: dict[str, Any], args: Sequence[Any]) -> Any:
     buffers = _copied_buffers(module)
     dtypes = [p.dtype for p in parameters.values()]
-    if dtypes and dtypes[0].is_floating_point:  # those of a module in another precision follow
+    if dtypes and dtypes[0].is_floating_point:  # parameters of a module in another precision are cast
         buffers = {n: b.to(dtypes[0]) if b.is_floating_point() else b for n, b in buffers.items()}
     return _run(module, parameters, buffers, args)
 
 
 def _copied_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    # A copy that is made inside of a transform of torch.func may be written to there.
+    # A copy that is created inside a torch.func transform may be written to inside it.
     return {name: b.clone() for name, b in module.named_buffers() if b is not None}
 
 
@@ -282,5 +282,5 @@ def _run(
     buffers: dict[str, torch.Tensor],
     args: Sequence[Any],
 ) -> Any:
-    own = {name: p.detach() for name, p in module.named_parameters()}  # whose grad stays as it is
+    own = {name: p.detach() for name, p in module.named_parameters()}  # the module's .grad is unchanged
     return torch.func.functional_call(module, {**own, **buffers, **parameters}, tuple(args))

@@ -1,4 +1,4 @@
-"""Laws that say that two ways of computing by one function agree, and how their arguments are varied."""
+"""The comparison of a law's two sides, and changes of the arguments."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def agree(
     ties: bool = False,
     twin: Fn | None = None,
 ) -> Report:
-    """Assert that both sides of a law agree; the roundings of both count, as both are the user's.
+    """Assert that both sides of a law agree; roundings of both count, as the user wrote both.
 
     Args:
-        law: what the message says if they do not.
+        law: the statement of the law, for the message.
         left: one side.
-        right: the other.
-        args: of both.
-        orders: what is compared; see `equal`.
-        ties: whether the sides may choose otherwise among equal elements of the arguments, so that
-            derivatives that differ there are compared where all elements differ.
-        twin: the right side in as many operations as the left one; see `Reference`.
+        right: the other side.
+        args: the arguments of both sides.
+        orders: the quantities to compare; see `equal`.
+        ties: whether the sides may choose different elements among equal elements of the arguments. If
+            derivatives differ, they are compared again at arguments whose elements all differ.
+        twin: the right side, computed in as many operations as the left side; see `Reference`.
 
     Raises:
-        AssertionError: they differ; the message names the law.
+        AssertionError: the sides differ; the message names the law.
     """
     if not (_floats(args) and _floats(right(*args))):
         orders = [order for order in orders if order == "value"]
@@ -60,7 +60,7 @@ def agree(
 
 
 def _only_derivatives(report: Report) -> bool:
-    """Whether values agree, and only derivatives differ."""
+    """Whether values agree and only derivatives differ."""
     return not any(row.problem for row in report) and all(
         row.good or "gradient of " in row.path or "tangent of " in row.path for row in report
     )
@@ -71,12 +71,12 @@ def _has_ties(x: Any) -> bool:
 
 
 def _untied(x: Any) -> Any:
-    """A tensor near by, of the same signs, whose elements are all different; zeros become small."""
+    """A nearby tensor with the same signs, whose elements all differ; zeros become small numbers."""
     if not is_inexact(x):
         return x
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(x.numel(), generator=generator).reshape(x.shape).to(x.device)
-    # Steps of some units of the last place, by which equal elements part in any dtype.
+    # Steps of a few units in the last place, which separate equal elements in any dtype.
     unit = max(2.0**-10 / max(1, x.numel()), 4 * torch.finfo(x.dtype).eps)
     size = torch.where(x == 0, x.abs().mean() + unit, x.detach())
     return x.detach() + size * (unit * (1 + order)).to(x.dtype)
@@ -90,17 +90,17 @@ def check_floats(who: str, args: Sequence[Any]) -> None:
     """Check that there is a floating tensor to vary.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no argument has one.
     """
     if not _floats(args):
         raise ValueError(f"{who}: no argument has a floating tensor; pass values such as torch.ones(3).")
 
 
 def of_each(who: str, name: str, dims: Dims, values: Sequence[Any]) -> list[Any]:
-    """The dims of each argument: those given, or one for all.
+    """The dims of each argument, given as a list or as one dim for all arguments.
 
     Raises:
-        ValueError: there is not one for each argument.
+        ValueError: the list does not have one entry for each argument.
     """
     if dims is None or isinstance(dims, int):
         return [dims] * len(values)
@@ -113,10 +113,10 @@ def of_each(who: str, name: str, dims: Dims, values: Sequence[Any]) -> list[Any]
 
 
 def size_of(who: str, name: str, args: Sequence[Any], dims: Sequence[Any]) -> int:
-    """The common size of the arguments along their dims, of which there must be two at least.
+    """The common size of the arguments along their dims, which must be at least 2.
 
     Raises:
-        ValueError: an argument lacks the dim, sizes differ, or are below two.
+        ValueError: an argument lacks the dim, or sizes differ or are less than 2.
     """
     sizes: dict[str, int] = {}
     for i, (arg, dim) in enumerate(zip(args, dims, strict=True)):
@@ -152,17 +152,17 @@ def map_dims(
 
 
 def check_results(who: str, result: Any, dims: Dims, count: int, what: str) -> None:
-    """Check that tensors of a result have a size along their dims.
+    """Check that tensors of a result have a given size along their dims.
 
     Args:
-        who: the law.
-        result: of the function under test.
-        dims: one for all tensors, or one for each part of a tuple, None for what is left out.
-        count: the size.
-        what: what is counted.
+        who: the name of the law.
+        result: the result of the function under test.
+        dims: one dim for all tensors, or one for each item of a tuple; None for items to skip.
+        count: the required size.
+        what: the name of the counted things, such as examples.
 
     Raises:
-        ValueError: a tensor has another size there, or dims fit no result.
+        ValueError: a tensor has another size along its dim, or dims fit no result.
     """
     parts: list[tuple[str, Any, Any]] = [("out", result, dims)]
     if dims is not None and not isinstance(dims, int):
@@ -186,7 +186,7 @@ def check_results(who: str, result: Any, dims: Dims, count: int, what: str) -> N
 
 
 def map_results(fn: Callable[..., Any], dims: Any, *results: Any) -> Any:
-    """A function of corresponding tensors of some results and their dim, without what is left out."""
+    """Apply a function to corresponding tensors of results and their dim; skip items without a dim."""
     if isinstance(dims, int):
         return tree.map(lambda *ys: fn(*ys, dims), *results)
     return tuple(
@@ -196,18 +196,18 @@ def map_results(fn: Callable[..., Any], dims: Any, *results: Any) -> Any:
 
 
 def along(rows: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """What there is for each place along a dim, in a shape that broadcasts with the tensor."""
+    """Rows for the positions along a dim, in a shape that broadcasts with the tensor."""
     shape = [1] * x.ndim
     shape[dim] = -1
     return rows.to(x.device).reshape(shape)
 
 
 def changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Another tensor of such values, constant in derivatives.
+    """A tensor of different but similar values, constant in derivatives.
 
-    Floating numbers change their size, and half of them their sign where numbers of both signs occur: so
-    domains such as that of a logarithm are kept. Zeros become numbers of the mean size. Booleans are
-    negated; integers become the next of the values that occur, so that they stay valid as indices.
+    Floating numbers change their size, and half of them their sign if numbers of both signs occur, so
+    that values stay in domains such as the logarithm's. Zeros become numbers of the mean size. Booleans
+    are negated. Each integer becomes the next value that occurs, so integers remain valid indices.
     """
     x = x.detach()
     if is_inexact(x):

@@ -21,7 +21,7 @@ __all__ = ["check_training"]
 
 _Tensors = Mapping[str, torch.Tensor]
 
-# Steps along the gradient, relative to the size of the parameters: of one of them the loss goes down.
+# Step sizes along the gradient, relative to the size of the parameters; one of them must lower the loss.
 _STEPS = tuple(2.0**-n for n in range(1, 24, 2))
 
 
@@ -41,32 +41,32 @@ def check_training(
     must have none, and a small step against the gradient must lower the loss. For a training step, every
     trainable leaf must change and stay finite, buffers must change, and all other leaves must not change
     (a module's own buffers may, if none are given); a second step on the same batch must give a lower
-    loss. If the step returns new parameters, the loss of the old ones must not have changed. A step of a
-    module must not add to the gradients of the previous step. Each call makes the same random draws.
+    loss. If the step returns new parameters, the loss of the old parameters must not have changed. A
+    module's step must not add to the gradients of the previous step. Each call draws the same numbers.
 
     Args:
-        step: a loss, ``(params, *batch)`` to a scalar; a step, ``(params, *batch)`` to new parameters and
-            the loss; or for a module, ``(module, *batch)`` to the loss, which trains it in place. Further
-            state of a step, such as an optimizer's, is part of ``params``.
-        params: a pytree, or a ``torch.nn.Module``, which is trained by two steps here.
+        step: a loss function, from ``(params, *batch)`` to a scalar; a step, from ``(params, *batch)`` to
+            new parameters and the loss; or a module's step, from ``(module, *batch)`` to the loss, which
+            trains the module in place. Further state, such as an optimizer's, is part of ``params``.
+        params: a pytree, or a ``torch.nn.Module``, which this check trains by two steps.
         batch: the further arguments of ``step``.
-        frozen: patterns of leaves that must not be trained, as ``fnmatch`` reads them, for paths such as
+        frozen: ``fnmatch`` patterns of leaves that must not be trained, for paths such as
             ``params['embed']['w']`` or names such as ``embed.weight``; ``*`` matches any characters.
             Parameters of a module that require no gradient are frozen, and so are leaves that are not
             floating.
         buffers: patterns of leaves that are not trained, and that a step must change: running statistics,
-            a count. By default buffers of a module may change or not; if patterns are given, no other may
-            change.
+            a count. By default a module's buffers may change or not; if patterns are given, no other
+            buffer may change.
         optional: patterns of leaves that may be trained or not, such as a bias before BatchNorm, whose
             gradient is zero up to rounding.
         descends: whether the loss must go down.
 
     Returns:
-        The number and names of the leaves that are trained, and the number of the others; print it.
+        A report to print: the number and names of trained leaves, and the number of other leaves.
 
     Raises:
-        AssertionError: something is wrong; the message names every wrong leaf and the reason.
-        TypeError: ``step`` returns none of these, or is a loss of a module, which trains nothing.
+        AssertionError: the step or loss is wrong; the message names every wrong leaf and the reason.
+        TypeError: ``step`` returns neither a loss nor a step's results, or trains nothing in a module.
         ValueError: a pattern names no leaf, or there is nothing to train.
 
     >>> import torch
@@ -124,10 +124,10 @@ _NO_STEP = (
 
 
 def _check_is_step(parameters: _Tensors, gradients: Mapping[str, torch.Tensor | None]) -> None:
-    """Check that a module's function that changes no parameter puts gradients somewhere.
+    """Check that a module's function that changes no parameter at least computes gradients.
 
     Raises:
-        TypeError: it is a loss.
+        TypeError: the function is a loss.
     """
     if all(parameters[path].grad is g for path, g in gradients.items()):
         raise TypeError(
@@ -147,9 +147,9 @@ def _of_second_step(
     watched: _Tensors,
     descends: bool,
 ) -> list[str]:
-    """Faults of the loss after a step, or of gradients that the step leaves for the next one.
+    """Faults of the loss after a step, or of gradients that the step leaves for the next step.
 
-    Those of parameters that a step does not change may add up: no optimizer has them, nor clears them.
+    Gradients of parameters that a step does not change may add up, because no optimizer clears them.
     """
     is_module = isinstance(params, torch.nn.Module)
     if not is_module and not descends:
@@ -178,7 +178,7 @@ def _of_second_step(
 
 @contextlib.contextmanager
 def _accumulated(leaves: _Tensors) -> Iterator[dict[str, bool]]:
-    """Leaves that are given gradients within, and whether the first is added to one from before."""
+    """The leaves that get gradients in the context; True if the first adds to an earlier gradient."""
     held: dict[str, bool] = {}
     stale: dict[str, bool] = {}
 
@@ -203,7 +203,7 @@ def _accumulated(leaves: _Tensors) -> Iterator[dict[str, bool]]:
 
 
 def _written(before: _Tensors, after: _Tensors) -> list[str]:
-    """The changes that a loss made; it must not make any."""
+    """The changes that a loss made; a loss must not make any."""
     return [
         f"{path} was changed by the loss"
         for path, x in before.items()
@@ -254,7 +254,7 @@ def _of_loss(
 
 
 def _fault(gradient: torch.Tensor | None, is_trained: bool, is_optional: bool) -> str:
-    """The fault of a gradient, or nothing."""
+    """The fault of a gradient; empty if it has none."""
     if gradient is not None and not bool(gradient.isfinite().all()):
         return "a gradient that is not finite"
     none = gradient is None or not bool(gradient.any())
@@ -273,7 +273,7 @@ def _line_search(
     gradients: list[torch.Tensor],
     value: torch.Tensor,
 ) -> list[str]:
-    """A step against the gradient that lowers the loss is found, however large either is."""
+    """Find a step against the gradient that lowers the loss, whatever the scale of loss and gradient."""
     steepness = sum(float(g.abs().square().sum()) for g in gradients) ** 0.5
     size = 1 + sum(float(x.abs().square().sum()) for x in at) ** 0.5
     with torch.no_grad():
@@ -350,7 +350,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _state(params: Any) -> _Tensors:
-    """All tensors by path; those of a module by name."""
+    """All tensors by path; a module's tensors by name."""
     if isinstance(params, torch.nn.Module):
         return {**dict(params.named_parameters()), **dict(params.named_buffers())}
     pairs = zip(tree.paths(params, "params"), tree.leaves(params), strict=True)
@@ -361,7 +361,7 @@ def _trained(params: Any, state: _Tensors, listed: Mapping[str, Sequence[str]]) 
     """The leaves that must be trained.
 
     Raises:
-        ValueError: a pattern names no leaf, or nothing remains.
+        ValueError: a pattern names no leaf, or no leaf remains.
     """
     for name, patterns in listed.items():
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -388,7 +388,7 @@ def _free(
     buffers: Sequence[str] | None,
     optional: Sequence[str],
 ) -> set[str]:
-    """The leaves that a step may change or not: optional ones, and buffers if none are named."""
+    """The leaves that a step may change or not: optional leaves, and buffers without patterns."""
     free = {path for path in paths if _matches(path, optional)}
     if buffers is None and isinstance(params, torch.nn.Module):
         own = paths - dict(params.named_parameters()).keys()
@@ -397,7 +397,7 @@ def _free(
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    """Brackets of a path match literally."""
+    """Whether a pattern matches a path; brackets in patterns are literal."""
     listed = [patterns] if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(path, pattern.replace("[", "[[]")) for pattern in listed)
 
