@@ -84,7 +84,7 @@ def check_hooks(layer: nn.Module, path: str, number: int) -> None:
 
     Args:
         path: the path of the list.
-        number: of the layer in the list.
+        number: the layer's number in the list.
 
     Raises:
         LoopError: a module of the layer has one.

@@ -17,7 +17,7 @@ class Facts(NamedTuple):
 
     Attributes:
         shape, dtype, device: those of the global value.
-        placement: how it is held, a `Placement` (program.py).
+        placement: a `Placement` (program.py): how the value is held.
         parts: the tensors that hold it.
     """
 

@@ -107,10 +107,10 @@ def begins_here() -> str:
 
 
 def asked_by_user(*between: str, installed: bool = True) -> bool:
-    """Whether the user's code called the caller of this, ignoring frames of the files between them.
+    """Whether the user's code called this function's caller, ignoring frames of files between them.
 
     Args:
-        between: how the names of the files end.
+        between: the endings of the names of these files.
         installed: whether code of installed packages is the user's, too.
     """
     frame: FrameType | None = sys._getframe(2)

@@ -89,7 +89,7 @@ def _missing(name: str, module: nn.Module, owner: str) -> AttributeError:
     """The error of an attribute that a function made of a module lacks.
 
     Args:
-        name: of the attribute.
+        name: the name of the attribute.
         module: the function's copy of the module.
         owner: an expression for the function that has this copy.
     """

@@ -32,9 +32,9 @@ class Picked:
     """A lookup that represents a view.
 
     Attributes:
-        x: what was looked up in.
-        row: what was looked up.
-        out: what the user was given: row, or a view of it.
+        x: the tensor in which the row was looked up.
+        row: the row that was looked up.
+        out: the tensor that the user received: the row, or a view of it.
         node: the node of row.
         source: the node of x.
         index: the user's index.

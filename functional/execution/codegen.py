@@ -78,11 +78,11 @@ def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch
 def assembled(
     body: Sequence[Line], names: dict[str, Any], name: str, beginning: Sequence[str] = ()
 ) -> Callable[..., list[torch.Tensor]]:
-    """A function ``program(args)`` of some lines, with a version for when a profiler is active.
+    """A function ``program(args)`` with these lines, and a second version for an active profiler.
 
     Args:
-        body: its lines, each with the label of its operation.
-        names: what the lines refer to.
+        body: the function's lines, each with the label of its operation.
+        names: the objects to which the lines refer, by name.
         name: the program's name, for messages.
         beginning: lines that are run before all others.
     """

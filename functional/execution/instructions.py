@@ -83,9 +83,9 @@ class Compute(_OfNode):
     """Compute a node's function.
 
     Attributes:
-        slot: of the result.
-        slots: of the operands, by node.
-        given: the slot of the list that is the only operand, and that the call takes over.
+        slot: the slot of the result.
+        slots: the slots of the operands, by node.
+        given: the slot of the list that is the only operand, if the call takes over the list.
     """
 
     node: fx.Node
@@ -99,7 +99,7 @@ class Pack(_OfNode):
     """Put values in a list of their own.
 
     Attributes:
-        node: of which the list is the value; None for the operand of a call.
+        node: the node whose value is the list; None for the operand of a call.
     """
 
     slot: str
@@ -112,10 +112,10 @@ class Read(_OfNode):
     """Read one of the values in a slot.
 
     Attributes:
-        node: whose value that is; None for one that an earlier iteration computed.
+        node: the node whose value this is; None for a value that an earlier iteration computed.
         source: the slot of a stack of rows, of a list, or of a tuple.
-        index: which; None for that of the iteration.
-        how: as a row of a stack; as an item, which stays; or out of the list, which is not held there.
+        index: the value's index; None for the number of the iteration.
+        how: read a row of a stack, read an item that stays in the list, or take it out of the list.
     """
 
     slot: str
@@ -126,7 +126,7 @@ class Read(_OfNode):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class New(Instruction):
-    """Begin what collects values of iterations: a list of so many, a stack of rows, or a sum."""
+    """Create a collector of iterations' values: a list of ``count`` items, a stack of rows, or a sum."""
 
     slot: str
     kind: Literal["list", "rows", "total"]
@@ -138,10 +138,10 @@ class Put(_OfNode):
     """Add the value of an iteration to a list, a stack of rows, or a sum.
 
     Attributes:
-        node: that reads what is collected, where its line is the one to name.
-        slot: of what collects.
-        source: of the value; None empties the place in a list.
-        listed: whether that is a list.
+        node: the node that reads the collected values, if errors should name its line.
+        slot: the slot of the list, stack or sum.
+        source: the slot of the value; None empties the place in a list.
+        listed: whether the slot holds a list.
         only: the rows that are added; all if empty.
     """
 
@@ -153,7 +153,7 @@ class Put(_OfNode):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Get(_OfNode):
-    """Set a slot to the rows or the sum that another one collected."""
+    """Set a slot to the rows or the sum that another slot collected."""
 
     node: fx.Node
     slot: str
@@ -162,10 +162,10 @@ class Get(_OfNode):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assign(_OfNode):
-    """Set slots to what others hold, at once.
+    """Set slots to the values of other slots, all at once.
 
     Attributes:
-        node: whose value that is, if it is one.
+        node: the node whose value this is, if it is a node's.
     """
 
     slots: Sequence[str]

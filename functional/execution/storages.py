@@ -52,12 +52,12 @@ class Allocation:
     """One storage.
 
     Attributes:
-        node, item: whose result it is first.
-        value: that result.
+        node, item: the first node of which it is a result, and the result's index.
+        value: the result.
         nbytes: its size.
         begin, end: the first and the last of the events at which it is alive; inputs begin at -1.
-        row: of the iteration that allocates it, if any.
-        kind: ``"argument"``, ``"result"``, ``"collective"`` for a buffer of one, or ``"value"``.
+        row: the row of the iteration that allocates it, if any.
+        kind: ``"argument"``, ``"result"``, ``"collective"`` for a collective's buffer, or ``"value"``.
     """
 
     node: fx.Node

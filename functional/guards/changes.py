@@ -14,7 +14,7 @@ class ReadRecord:
     """What a walk read: the number of an object, what of it, and the token of what was there.
 
     Attributes:
-        entries: in order.
+        entries: the entries, in order.
         unguardable: the numbers of objects that cannot be compared.
     """
 

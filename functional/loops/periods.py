@@ -36,12 +36,12 @@ class PeriodicRun:
 
 
 def runs(symbols: Sequence[int], times: int, least: int) -> list[PeriodicRun]:
-    """Disjoint runs of a sequence, in order; those that repeat the most symbols are found first.
+    """Disjoint runs of a sequence, in order; runs that repeat the most symbols are found first.
 
     Args:
-        symbols: what is equal has one number; none is negative.
-        times: how often a period occurs at least.
-        least: how many symbols, at least, equal the one a period before.
+        symbols: one number per item; equal items have equal numbers; none is negative.
+        times: the least number of times that a period occurs.
+        least: the least number of symbols that equal the symbol one period before.
 
     >>> from torchard.functional.loops.periods import runs
     >>> runs([7, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 9], times=3, least=6)

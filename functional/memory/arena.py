@@ -31,10 +31,10 @@ Sizes = Mapping[torch.device, int]
 
 
 class Block:
-    """Memory for one call at a time, and for what it leaves to a later one.
+    """Memory for one call at a time, and for values that the call leaves to a later call.
 
     Attributes:
-        memory: by device, the bytes.
+        memory: the bytes, by device.
     """
 
     def __init__(self, sizes: Sizes) -> None:

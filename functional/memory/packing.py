@@ -41,8 +41,8 @@ class Packing:
     """Where each of some spans begins.
 
     Attributes:
-        offsets: in bytes, by span.
-        size: of the block, in bytes.
+        offsets: the offset of each span, in bytes.
+        size: the size of the block, in bytes.
         bound: the most bytes in use at once, each span rounded up to the alignment: no block is smaller.
     """
 

@@ -34,13 +34,13 @@ __all__ = [
 
 @dataclass(eq=False)
 class MemoryPlan:
-    """Where the values of a tape are.
+    """The places of a tape's values in memory.
 
     Attributes:
         tape: the calls, in destination-passing style.
-        packings: by device, the packing of its planned buffers.
-        offsets: of each planned buffer, in bytes.
-        code: of all of its steps, or of a forward's.
+        packings: the packing of the planned buffers of each device.
+        offsets: the offset of each planned buffer, in bytes.
+        code: the code of all steps, or of a forward's steps.
     """
 
     tape: Tape

@@ -33,7 +33,7 @@ class PlannedCode:
     Args:
         steps: which steps of the tape.
         inputs, outputs: what the code takes and returns.
-        offsets: of each planned buffer, in bytes.
+        offsets: the offset of each planned buffer, in bytes.
         before: the code of the steps before these, whose values in the block may be read.
         poisoned: whether memory is overwritten before its first and after its last use, with bytes that
             are NaN in every floating dtype, so that a value that is read too late cannot be missed.
@@ -69,7 +69,7 @@ class PlannedCode:
         """The function on tensors in a block, which may empty a list of inputs that it is given.
 
         Args:
-            block: by device, the bytes, as a tensor.
+            block: the bytes of each device, as a tensor.
         """
         names = dict(self.names)
         with internals.no_modes(), torch.no_grad(), torch.inference_mode(False):

@@ -59,7 +59,7 @@ class Step:
     Attributes:
         function: an operator, a kernel or a Python function.
         args, kwargs: with fake tensors.
-        results: what it returns; None in the place of what is no tensor.
+        results: the tensors that the tape returns; None in place of other values.
         several: whether it returns a tuple.
     """
 

@@ -25,10 +25,10 @@ def hollow(
     Args:
         module: the module.
         constants: tensors that the copy shares.
-        memo: that of `copy.deepcopy`, of which this is a part.
+        memo: the memo of the `copy.deepcopy` that copies the module.
 
     Returns:
-        The copy, and what only its functions refer to.
+        The copy, and the objects to which only its functions refer.
     """
     _check_initialized(module)
     memo = {} if memo is None else memo

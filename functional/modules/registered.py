@@ -36,7 +36,7 @@ class OwnTensors:
     Args:
         originals: the module's tensors by name, as weak references.
         copied: its copy without weights.
-        private: what only functions of the copy refer to.
+        private: objects to which only functions of the copy refer.
         ties: the first name of each tied tensor, by its other names.
 
     Attributes:

@@ -15,8 +15,8 @@ def shapes_noted(params: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) 
     """A context of a call, which may be right with other shapes: those of a part of each parameter.
 
     Args:
-        params: of the call.
-        shapes: those that the module has.
+        params: the parameters of the call.
+        shapes: the shapes of the module's parameters.
     """
     try:
         yield

@@ -71,12 +71,12 @@ class TagError(LookupError):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tag(Generic[T]):
-    """One key of ``fx.Node.meta``, and how it is read and written; made by `declare`.
+    """One key of ``fx.Node.meta``, and how its values are read and written; created by `declare`.
 
     Attributes:
         name: the key.
-        meaning: what the value says of the node.
-        written_by, read_by: by which files, or whom.
+        meaning: the meaning of the value for the node.
+        written_by, read_by: the files, or other code, that write and read the tag.
         follows: which nodes made from a node have the tag too (see above).
         where: the line that declared it.
 
@@ -164,11 +164,11 @@ def declare(
     read_by: str = "",
     follows: Literal["node", "call", "value", "place"] = "node",
 ) -> Tag[Any]:
-    """A new tag: what a transform writes on the nodes of a program, for itself or for others.
+    """A new tag, whose value a transform writes on a program's nodes, for itself or for others.
 
     Args:
-        name: the key it has in ``fx.Node.meta``.
-        meaning: what it says of a node.
+        name: its key in ``fx.Node.meta``.
+        meaning: the meaning of its value for a node.
         written_by, read_by: its writers and readers, for the table of all tags (`TAGS`).
         follows: which nodes made from a node have the tag too: none (``"node"``); the same operation,
             made again (``"call"``); that, and other nodes with its value (``"value"``); these, and

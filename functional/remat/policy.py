@@ -51,7 +51,7 @@ class Policy:
 
     Args:
         decide: the function. It may return True for "save", and False or None for "recompute".
-        text: how the policy prints.
+        text: the policy as it is printed.
         labels: labels that values of the function must have, else CheckpointError.
         choose: for a value with several labels, take the decision that keeps most (max) or least (min).
 

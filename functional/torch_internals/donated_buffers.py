@@ -24,13 +24,13 @@ __all__ = ["donating"]
 def donating(positions: Sequence[int], count: int) -> Iterator[Callable[..., Any]]:
     """A context in which to compile one graph with donated inputs: gives the ``inner_compile`` for it.
 
-    AOTAutograd's cache is off there: its keys leave out the names of inputs, so that it would take the
-    same graph without donation for an equal one (torch 2.13). On a version of torch without donated
-    buffers nothing is written over.
+    AOTAutograd's cache is off in this context: its keys leave out input names, so the cache would return
+    the same graph compiled without donation (torch 2.13). On a torch version without donated buffers
+    nothing is written over.
 
     Args:
-        positions: of the donated inputs.
-        count: the number of inputs. Where AOTAutograd adds or drops some, nothing is written over.
+        positions: the positions of the donated inputs.
+        count: the number of inputs. If AOTAutograd adds or drops inputs, nothing is written over.
     """
     with needed():
         from torch._functorch import config

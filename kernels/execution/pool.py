@@ -136,7 +136,7 @@ class _Block:
 
     Attributes:
         used: when it was last taken.
-        number: of the storage.
+        number: the number of the storage.
     """
 
     def __init__(self, nbytes: int) -> None:

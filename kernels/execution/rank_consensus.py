@@ -23,7 +23,7 @@ def agreed_choice(subject: str, mine: str) -> str:
     """The choice of the first process to choose; ``mine`` if that is this process, or the only one.
 
     Args:
-        subject: what the choice is about, as equal text on all ranks.
+        subject: the subject of the choice, as equal text on all ranks.
 
     Raises:
         StoreError: the process group's store does not answer.

@@ -134,7 +134,7 @@ class Missed(Record):
     Attributes:
         kernel: the name of the kernel.
         scope, source, phase: where it is.
-        why: what differs from the pattern, or why the occurrence was not replaced.
+        why: the difference from the pattern, or why the occurrence was not replaced.
     """
 
     kernel: str

@@ -87,10 +87,10 @@ def strided(
 
     Args:
         made: elements of the result along the dim.
-        reach: how many elements of x each of them reads.
-        fill: what they read outside of x.
+        reach: the number of elements of x that each of these elements reads.
+        fill: the value that elements read outside of x.
     Returns:
-        [..., count, width, ...]: in block j, what its elements of the result read.
+        [..., count, width, ...]: in block j, the elements of x that the result's block j reads.
     """
     each, n = each_of(made, count), x.shape[dim]
     runs = []

@@ -40,7 +40,7 @@ class StageReport:
 
     Attributes:
         scopes: the scopes of its operations, in order.
-        flops: of one rank.
+        flops: the FLOPs of one rank.
         peak: the most bytes that a rank holds at once, as ``Lowered.peak``.
         sent: the bytes that a rank sends to each other stage.
     """
@@ -59,7 +59,7 @@ class PipelineReport:
         axis: the mesh axis of the stages.
         schedule: the tasks of each stage, in the order of the program.
         flops: the FLOPs of each task, on one rank.
-        stages: what the ranks of each stage do.
+        stages: the work of the ranks of each stage.
 
     >>> import torch, torchard as ta
     >>> def mlp(params, x):

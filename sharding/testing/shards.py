@@ -24,7 +24,7 @@ def shard_at(x: torch.Tensor, layout: Layout, coords: Coords, mesh: Mesh) -> tor
 
     Args:
         x: the global value.
-        layout: how it is split.
+        layout: the layout of the value.
         coords: the coordinate, a position along each axis.
         mesh: the mesh.
 
@@ -54,7 +54,7 @@ def contributions(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Ten
 
     Args:
         x: the global value.
-        layout: how it is split.
+        layout: the layout of the value.
         mesh: the mesh.
 
     Returns:
@@ -103,7 +103,7 @@ def whole_of(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch
 
     Args:
         parts: the shards, in the order of their coordinates.
-        layout: how the value is split.
+        layout: the layout of the value.
         mesh: the mesh.
 
     Returns:

@@ -42,9 +42,9 @@ class MeshTensor(Operators):
     Attributes:
         mesh: the mesh.
         shape: the global shape.
-        spec: how it is split; axes of size one are left out.
+        spec: how the value is split; axes of size one are left out.
         parts: the shards of this process.
-        reading: how `torch.func` left their dims; by default, as ``held`` says.
+        reading: how `torch.func` left the dims of the parts; by default, as stated by ``held``.
 
     >>> import torch, torchard as ta
     >>> mesh = ta.Mesh({"dp": 2}, virtual=True)

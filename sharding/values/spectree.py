@@ -57,9 +57,9 @@ def by_argument(
         program: the trace of the function.
         prefix: a prefix of the positional arguments, or a mapping by argument name.
         fn: the function, for the names of its arguments.
-        name: what messages call the prefix.
+        name: the name of the prefix in messages.
         kind: the type of its leaves.
-        example: what messages recommend as a leaf.
+        example: the leaf that messages recommend.
 
     Raises:
         SpecError: it is no prefix of the arguments, or has a leaf of another type.

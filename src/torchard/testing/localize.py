@@ -127,7 +127,7 @@ def localize(
         reference: a function that computes the same, without values of single ranks.
         args: the arguments of both; placed values are gathered for the reference.
         gradients: compare gradients with respect to all floating arguments too.
-        seed: of the perturbed runs that measure rounding.
+        seed: the seed of the perturbed runs that measure rounding.
 
     Returns:
         The operations of both functions at which they first differ; print it.

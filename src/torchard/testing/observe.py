@@ -37,9 +37,9 @@ class Observed:
 
     Attributes:
         program: the program that ran, without the results that were added to observe it.
-        inputs: its inputs, placed ones gathered.
-        values: of every node with one tensor, placed ones gathered.
-        varying: of every node whose values are each rank's own, as inside of `shard_map`.
+        inputs: its inputs; placed inputs are gathered.
+        values: the value of every node with one tensor; placed values are gathered.
+        varying: each rank's values of nodes that vary over ranks, as inside `shard_map`.
     """
 
     program: Program
@@ -50,12 +50,12 @@ class Observed:
 
 @dataclass
 class LocalRun:
-    """One run of a program, as this process saw it.
+    """One run of a program, as observed by this process.
 
     Attributes:
         program: the program that ran, without the results that were added to observe it.
-        parts: of every node with one tensor: its parts in this process.
-        tags: how the values are placed; None for those that are not.
+        parts: the parts, in this process, of every node with one tensor.
+        tags: how each value is placed; None for values that are not placed.
     """
 
     program: Program

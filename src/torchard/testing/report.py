@@ -115,10 +115,10 @@ class Differs(AssertionError):
 
     Args:
         report: the comparisons.
-        where: finds where they first differ, as text.
+        where: returns, as text, where the two sides first differ.
 
     Attributes:
-        report: what was compared.
+        report: the report of the comparison.
         heading: the message's first line.
 
     >>> import torch
@@ -180,7 +180,7 @@ class OrderReport:
     """The comparisons of one order of derivatives.
 
     Attributes:
-        order: of the derivatives.
+        order: the order of the derivatives.
         forward: whether forward mode was compared, with finite differences.
         reverse: whether reverse mode was compared: with forward mode, or else with finite differences.
         no_forward: why forward mode was not compared although this was requested.

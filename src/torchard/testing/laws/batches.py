@@ -48,7 +48,7 @@ def batch_independent(
             with None for arguments that all examples share, such as parameters.
         out_dim: that of results: a number for all, or where ``fn`` returns a tuple, a list with one for
             each of it, None for what is left out.
-        orders: what is compared; see `equal`.
+        orders: the quantities to compare; see `equal`.
 
     Returns:
         A report with a row for each value; ``out[i]`` are results by the halves that change.
@@ -155,7 +155,7 @@ def permutation_equivariant(
         in_dims: the dim of elements in each argument: a number for all, or a list of numbers, None for
             what is not permuted, and tuples of dims: ``[0, (0, 1)]`` of nodes and an adjacency matrix.
         out_dims: that of results, or several.
-        orders: what is compared; see `equal`.
+        orders: the quantities to compare; see `equal`.
 
     Returns:
         A report with a row for each value.
@@ -188,7 +188,7 @@ def permutation_invariant(
         fn: a function of pytrees.
         args: its arguments.
         in_dims: the dim of elements in each argument; see `permutation_equivariant`.
-        orders: what is compared; see `equal`.
+        orders: the quantities to compare; see `equal`.
 
     Returns:
         A report with a row for each value.

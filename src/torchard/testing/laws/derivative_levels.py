@@ -49,13 +49,13 @@ class Level:
 
     Attributes:
         fn: the function.
-        model: whose finite differences are taken: fn, or that of its straight-through estimator.
-        order: of the derivative.
-        modes: that are compared.
+        model: the function whose finite differences are taken: fn, or its straight-through estimator.
+        order: the order of the derivative.
+        modes: the modes that are compared.
         kinks: whether there may be kinks.
         user: the function that the user gave.
         no_forward: why there is no forward mode.
-        kinked: elements of kinks and jumps.
+        kinked: the elements at kinks and jumps.
         unknown: elements whose derivative no differences tell.
         inside: whether what was compared depends on kinks of values on the way, if no result shows them.
     """

@@ -59,7 +59,7 @@ def check_derivatives(
         straight_through: the function whose derivatives fn is designed to have, if they are not its own:
             the identity for a rounding with a straight-through estimator. It takes fn's arguments and
             returns results of the same shapes; finite differences are taken of it.
-        seed: of the directions, and of what fn draws.
+        seed: the seed of the directions, and of fn's random draws.
 
     Returns:
         What was compared, a line for each order; print it.

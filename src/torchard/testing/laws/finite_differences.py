@@ -42,10 +42,10 @@ class Estimate:
     """Derivatives by finite differences, in one row.
 
     Attributes:
-        value: of each element, the derivative.
-        spread: at a kink, how far the derivatives of both sides are from that; else 0.
-        error: how far the value is off, as estimated.
-        jump: where the function jumps at the very point, so that it has no derivative.
+        value: the derivative of each element.
+        spread: at a kink, the distance of both one-sided derivatives from ``value``; else 0.
+        error: the estimated error of the value.
+        jump: a mask of elements that jump at the very point, so that they have no derivative.
     """
 
     value: torch.Tensor
@@ -153,14 +153,14 @@ def _converges(
 
 
 def _seen(apart: torch.Tensor, most: float) -> torch.Tensor:
-    """The noise that is seen in the values of each element, whatever made it: a kernel that cancels.
+    """The noise in the values of each element, whatever its origin, such as cancellation in a kernel.
 
-    The difference over a step is four times that over a quarter of it, but for truncation, which grows
-    with the step, and for noise, which does not.
+    The difference over a step is four times the difference over a quarter of the step, except for
+    truncation, which grows with the step, and noise, which does not.
 
     Args:
-        apart: the values to the right less those to the left, by step, the largest first.
-        most: what is larger is no rounding: a function that saturates does not grow either.
+        apart: the values on the right minus the values on the left, by step, the largest step first.
+        most: larger differences do not count as noise: a function that saturates does not grow either.
     """
     off = (apart[:-1] - 4 * apart[1:]).abs() / 5
     stays = off[2:] > torch.maximum(off[1:-1], off[:-2]) / 4

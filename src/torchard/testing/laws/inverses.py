@@ -38,7 +38,7 @@ def inverse(
             its Jacobian for each example. Those of ``fn`` must be those of autograd's Jacobian, and those
             of ``inverse_fn`` their negatives.
         batch_dims: with ``log_det``, how many leading dims of the first argument count examples.
-        orders: what is compared; see `equal`. Autograd's determinants are not compared in "second".
+        orders: the quantities to compare; see `equal`. "second" does not compare autograd's determinants.
 
     Returns:
         A report with a row for each value.
@@ -196,7 +196,7 @@ def _log_det(fn: Fn, x: torch.Tensor, batch_dims: int, apart: bool) -> torch.Ten
     """Of the Jacobian of each example with itself: fn takes the entire batch, and need not be batched.
 
     Args:
-        fn: of the value alone.
+        fn: a function of the value alone.
         x: the batch.
         batch_dims: how many leading dims count examples.
         apart: whether examples do not depend on one another, so that one pullback takes a row of each.

@@ -47,7 +47,7 @@ def monotone(
         args: its arguments; floating tensors grow.
         increasing: false for functions whose results must not get larger.
         draws: the number of steps of each size in half of the elements, and in four single elements.
-        seed: of the steps.
+        seed: the seed of the steps.
 
     Returns:
         The number and the kinds of steps that were tried; print it.

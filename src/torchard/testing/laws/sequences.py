@@ -55,7 +55,7 @@ def causal(
             each of it, None for what is left out: ``[1, None]`` of a recurrent network with final states.
         strict: whether results must not depend on arguments at their own position either, as in
             autoregressive flows.
-        orders: what is compared; see `equal`.
+        orders: the quantities to compare; see `equal`.
 
     Returns:
         A report with a row for each value.
@@ -127,7 +127,7 @@ def padding_invariant(
             tensors' size.
         per_position: whether results have leading dims (batch, positions) too, and are compared where not
             padded; otherwise they are compared entirely, as pooled results are.
-        orders: what is compared; see `equal`.
+        orders: the quantities to compare; see `equal`.
 
     Returns:
         A report with a row for each value.

@@ -28,9 +28,9 @@ def invariant(
 
     Args:
         fn: a function of pytrees.
-        action: from the arguments to a tuple of arguments: a permutation, a shift, a rotation.
+        action: a function from the arguments to a tuple of arguments: a permutation, a shift, a rotation.
         args: arguments of both.
-        orders: what is compared; see `equal`.
+        orders: the quantities to compare; see `equal`.
 
     Returns:
         A report with a row for each value.
@@ -63,10 +63,10 @@ def equivariant(
 
     Args:
         fn: a function of pytrees.
-        before: from the arguments to a tuple of arguments.
+        before: a function from the arguments to a tuple of arguments.
         after: the same action on results.
         args: arguments of ``fn`` and ``before``.
-        orders: what is compared; see `equal`.
+        orders: the quantities to compare; see `equal`.
 
     Returns:
         A report with a row for each value.
@@ -118,7 +118,7 @@ def homogeneous(
         degree: 1 for linear functions, 0 for normalisations, -1 for reciprocals.
         args: its arguments; floating tensors are scaled.
         scale: a positive number; scaling by a power of two does not round.
-        orders: what is compared; see `equal`.
+        orders: the quantities to compare; see `equal`.
 
     Returns:
         A report with a row for each value.

@@ -26,9 +26,9 @@ class OfVectors:
     """A function from its floating leaves to its floating results, each call with the same draws.
 
     Attributes:
-        fn: from these leaves.
+        fn: a function of these leaves.
         at: the leaves, in float64.
-        paths: of the leaves.
+        paths: the paths of the leaves.
         original: the function of pytrees, and `args`, its arguments in float64.
     """
 

@@ -38,7 +38,7 @@ class Gap:
         node: its name in the graph.
         op: the operation, or the kind of step: ``aten.mm``, ``all_reduce``.
         source: the line that called it: ``model.py:12 in mlp``.
-        layouts: of its operands and results: ``P(tp), P() -> P()``.
+        layouts: the layouts of its operands and results: ``P(tp), P() -> P()``.
         reason: the condition that does not hold.
 
     >>> from torchard.testing import Gap

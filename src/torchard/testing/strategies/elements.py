@@ -25,7 +25,7 @@ def numbers(kind: str, dtype: torch.dtype) -> st.SearchStrategy[Any]:
 
     Args:
         kind: one of `KINDS`; each has all numbers of the kind before it.
-        dtype: of the tensor they are for.
+        dtype: the dtype of the tensor.
 
     Returns:
         A strategy of Python numbers, which shrinks towards 0.

@@ -27,7 +27,7 @@ def modules(
 
     Args:
         make: creates the module: ``lambda: nn.LayerNorm(4)``.
-        dtype: of its floating parameters and buffers, or several dtypes from which one is drawn.
+        dtype: the dtype of floating parameters and buffers, or several dtypes from which one is drawn.
         values: the values of the parameters' entries; see `tensors`. Buffers are not changed.
         training: whether the module is in training mode; by default both are drawn.
 

@@ -25,7 +25,7 @@ def specs_for(values: Any, mesh: Mesh, *, fused: bool = False) -> st.SearchStrat
     Args:
         values: a pytree of tensors, of `torchard.ShapeDtype` or of shapes, which are tuples of ints.
             Other leaves get ``P()``.
-        mesh: whose axes are used.
+        mesh: the mesh whose axes are used.
         fused: also draw specs with factors inside a dim (`torchard.P.factors`).
 
     Returns:

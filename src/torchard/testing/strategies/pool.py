@@ -30,8 +30,8 @@ class Pool:
         rng: the generator.
         values: the values, inputs first.
         inputs: how many of them are inputs.
-        dtype: of floating inputs.
-        mesh: for which values may be constrained, or None.
+        dtype: the dtype of floating inputs.
+        mesh: the mesh for which values may be constrained, or None.
     """
 
     def __init__(self, rng: Random, dtype: torch.dtype, mesh: Mesh | None) -> None:

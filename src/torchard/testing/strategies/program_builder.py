@@ -22,8 +22,8 @@ class ProgramBuilder:
 
     Args:
         rng: makes all choices.
-        dtype: of floating inputs.
-        mesh: for which values may be constrained, or None.
+        dtype: the dtype of floating inputs.
+        mesh: the mesh for which values may be constrained, or None.
     """
 
     _TRIES = 4

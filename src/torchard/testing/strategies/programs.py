@@ -27,7 +27,7 @@ def programs(
 
     Args:
         max_steps: the maximum number of operations of a program.
-        dtype: of its floating inputs.
+        dtype: the dtype of the program's floating inputs.
         mesh: if given, steps may also be `torchard.constrain` on this mesh.
 
     Returns:
@@ -71,10 +71,10 @@ def random_program(
     """Draw one of `programs` without hypothesis.
 
     Args:
-        seed: of the draw.
+        seed: the seed of the draw.
         steps: the number of operations; there are fewer if some do not fit.
-        dtype: of its floating inputs.
-        mesh: for which its values may be constrained; None for no constraints.
+        dtype: the dtype of the program's floating inputs.
+        mesh: the mesh for which values may be constrained; None for no constraints.
 
     Returns:
         A `RandomProgram`.

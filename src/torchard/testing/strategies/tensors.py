@@ -47,7 +47,7 @@ def tensors(
         shapes: the dims of each tensor, as in ``"b s d, d"``. ``(h d)`` is a dim of size h · d, ``3`` and
             ``h=3`` are dims of size 3, and ``...`` is up to two further dims, the same everywhere. A
             tensor may state its dtype: ``"v d, b s:int64"``. A tensor without dims is a scalar.
-        dtype: of all tensors that do not state one, or several dtypes from which one is drawn.
+        dtype: the dtype of all tensors that do not state one, or several dtypes from which one is drawn.
         values: the values of the entries, for all tensors or for each:
 
             - "integers": from -4 to 4, so that sums and products are exact in every dtype;
