@@ -30,10 +30,10 @@ _RANDOM_BITS = "torchard.random_bits.default"
 
 
 def by_regions(graph: fx.Graph, compiled: Callable[[fx.Graph], Run]) -> fx.Graph | None:
-    """A graph that calls compiled regions; None if it has no loops, and no two regions are equal.
+    """A graph that calls compiled regions; None if it has no loops and no equal regions.
 
     Args:
-        graph: its items of tuples are moved to the operations that return them.
+        graph: the graph, in which items of tuples are moved to the operations that return the tuples.
         compiled: compiles the graph of a region.
     """
     for node in list(graph.nodes):

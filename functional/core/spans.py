@@ -21,8 +21,8 @@ def bytes_at(spans: Iterable[Span], steps: int) -> list[int]:
     """The bytes in use at each step.
 
     Args:
-        spans: one that begins before step 0 is in use at it; the last may end at step ``steps``.
-        steps: their number; where there is none, the list has what is in use before.
+        spans: the spans. A span that begins before step 0 is in use at step 0; it may end at ``steps``.
+        steps: the number of steps; if it is 0, the list has the bytes in use before any step.
 
     >>> from torchard.functional.core.spans import Span, bytes_at
     >>> bytes_at([Span(-1, 1, 64), Span(1, 2, 128)], 4)

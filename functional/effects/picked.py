@@ -38,8 +38,8 @@ class Picked:
         node: the node of row.
         source: the node of x.
         index: the user's index.
-        versions: those of the tensors in the index.
-        restored: writes that put the row back to where it is from.
+        versions: the versions of the tensors in the index.
+        restored: the writes that put the row back in its place.
     """
 
     x: torch.Tensor
@@ -184,9 +184,9 @@ class _Check:
     """A walk over a recorded graph.
 
     Attributes:
-        related: for each memory that views would share, the others.
-        stale: for memory that a write to another one would change, the node that writes.
-        known: the memory that there is so far.
+        related: storage -> the storages with which views would share memory.
+        stale: storage that is out of date after a write to a related storage -> the node that wrote.
+        known: the storages so far.
     """
 
     def __init__(self, picked: Sequence[Picked]) -> None:

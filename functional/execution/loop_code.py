@@ -132,12 +132,12 @@ def operation(
 ) -> Iterator[Instruction]:
     """The instructions of one operation.
 
-    A compiled region takes its list of operands over: it frees each after its own last use of it.
+    A compiled region takes over its list of operands: it frees each operand after its last use.
 
     Args:
-        slots: of its operands, and its own.
-        dead: the slots that are empty after it.
-        saved: where its value goes besides.
+        slots: the slots of the operation and of its operands.
+        dead: the slots that are empty after the operation.
+        saved: the further places to which its value is written.
     """
     slot = slots[node]
     others = [each for each in dead if each != slot]
@@ -181,7 +181,7 @@ def loop_instructions(
     """The instructions of a loop.
 
     Args:
-        nodes: its operations, in order.
+        nodes: the loop's operations, in order.
     """
     return _LoopInstructions(loop, nodes, lives).all()
 

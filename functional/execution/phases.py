@@ -24,11 +24,11 @@ class Phases:
     """The operations of an iteration.
 
     Attributes:
-        ahead: those that are issued ``distance`` iterations before, in order.
-        distance: 0 if none are.
-        arriving: those that wait for what was issued ahead, and unpack it.
-        main: the others.
-        late: those that are run after the next iteration.
+        ahead: the operations that are issued ``distance`` iterations before, in order.
+        distance: the number of iterations; 0 if no operations are issued ahead.
+        arriving: the operations that wait for results that were issued ahead, and unpack the results.
+        main: all other operations.
+        late: the operations that run after the next iteration.
     """
 
     ahead: list[fx.Node]

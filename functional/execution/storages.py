@@ -213,11 +213,11 @@ class StorageRun:
     # -- storages -----------------------------------------------------------------------------------
 
     def computed(self, node: fx.Node, operands: Any, i: int | None) -> Any:
-        """What an operation returns.
+        """The result of an operation.
 
         Args:
-            operands: what it reads, in the order of ``node.all_input_nodes``; in a `StorageGroup` if it
-                takes its operands over.
+            operands: its operands, in the order of ``node.all_input_nodes``; in a `StorageGroup` if the
+                operation takes over its operands.
         """
         at = len(self.live.order)
         self.live.order.append(node)

@@ -32,15 +32,15 @@ _MOST = 20_000
 
 @dataclass
 class References:
-    """The objects that some roots refer to, and the tensors among them that are looked for.
+    """The objects to which some roots refer, and the wanted tensors among these objects.
 
     Args:
-        is_wanted: which tensors are looked for.
+        is_wanted: returns whether a tensor is wanted.
 
     Attributes:
-        tensors: those found, each once, by the path at which it was found first.
-        objects: everything that was searched, by id.
-        complete: whether everything was searched; there is a limit.
+        tensors: the wanted tensors, each once, by the path at which it was found first.
+        objects: all objects that were searched, by id.
+        complete: whether all objects were searched; there is a limit.
     """
 
     is_wanted: Callable[[torch.Tensor], bool]

@@ -90,7 +90,7 @@ class EqualLayers:
     Attributes:
         nodes: the operations of each layer, in the order in which they run.
         reverse: whether the layer of the last row runs first.
-        sources: where the operands of a layer's operations come from.
+        sources: the origins of the operands of a layer's operations.
     """
 
     nodes: list[list[fx.Node]]

@@ -54,7 +54,7 @@ class Planned:
     """A graph in planned memory; it is planned at its first call, and again for inputs of other strides.
 
     Args:
-        graph: what this process runs.
+        graph: the graph that this process runs.
         generated: the same program with allocated memory, for callers that must see its operations.
         donated: the positions of inputs whose memory the program may take, if nothing else holds it.
     """
@@ -89,14 +89,14 @@ class Planned:
 class PlannedHalves:
     """A forward and its backward in one block of planned memory.
 
-    Residuals stay in the block, which is theirs until they are gone. A backward that is the last to read
-    them, and the only one to have them, runs in the same block and writes over those that it has read.
-    Any other one (of a graph that is retained, or whose saved tensors a hook has replaced or kept) runs
-    in another block, and leaves them as they are.
+    Residuals stay in the block, which is reserved until they are freed. The last backward that reads the
+    residuals, if nothing else holds them, runs in the same block and writes over residuals that it has
+    read. Any other backward (of a graph that is retained, or whose saved tensors a hook has replaced or
+    kept) runs in another block and does not change the residuals.
 
     Args:
-        graph: what this process runs of the forward.
-        generated: the same with allocated memory, for callers that must see operations.
+        graph: the graph that this process runs for the forward.
+        generated: the same program with allocated memory, for callers that must see operations.
         saved: for each residual that the backward takes, its list (0 inputs, 1 outputs, 2 values) and its
             index there.
         count: the number of outputs; those of the forward after them are values that are saved.

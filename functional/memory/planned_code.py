@@ -31,8 +31,8 @@ class PlannedCode:
     """The code of some steps of a tape, before it is bound to a block.
 
     Args:
-        steps: which steps of the tape.
-        inputs, outputs: what the code takes and returns.
+        steps: the numbers of these steps on the tape.
+        inputs, outputs: the values that the code takes and returns.
         offsets: the offset of each planned buffer, in bytes.
         before: the code of the steps before these, whose values in the block may be read.
         poisoned: whether memory is overwritten before its first and after its last use, with bytes that

@@ -58,9 +58,9 @@ class Step:
 
     Attributes:
         function: an operator, a kernel or a Python function.
-        args, kwargs: with fake tensors.
-        results: the tensors that the tape returns; None in place of other values.
-        several: whether it returns a tuple.
+        args, kwargs: the arguments, with fake tensors.
+        results: the tensors that the call returns; None in place of other values.
+        several: whether the call returns a tuple.
     """
 
     function: Any
@@ -266,7 +266,7 @@ def halves(forward: Tape, backward: Tape, outputs: Sequence[Any]) -> Tape:
     """The tape of a forward and then its backward, whose inputs are values of the forward, or cotangents.
 
     Args:
-        outputs: those of the forward that are the caller's.
+        outputs: the forward's outputs that the caller receives.
     """
     known = {id(x) for x in (*forward.inputs, *forward.outputs)}
     cotangents = [x for x in backward.inputs if id(x) not in known]

@@ -16,12 +16,12 @@ __all__ = ["Places"]
 
 
 class Places:
-    """The containers of a copy with tensors of which a call has others.
+    """The containers, in a copy of a module, whose tensors a call replaces by its own.
 
     Args:
-        contents: what the copy holds.
-        names: the names of its own tensors, by their ids. In its tables, a tensor that took the place of
-            an own one has that one's name.
+        contents: the contents of the copy.
+        names: the names of the copy's own tensors, by id. In the copy's tables, a tensor that replaced an
+            own tensor has the own tensor's name.
         known: the names of the values that a call has.
         ties: the first name of each tied tensor, by its other names.
 

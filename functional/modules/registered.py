@@ -31,17 +31,17 @@ __all__ = ["OwnTensors", "Registered"]
 
 
 class OwnTensors:
-    """The parameters and buffers of a module and of its copy, and what the copy holds.
+    """The parameters and buffers of a module and of its copy, and the other contents of the copy.
 
     Args:
         originals: the module's tensors by name, as weak references.
-        copied: its copy without weights.
+        copied: the module's copy without weights.
         private: objects to which only functions of the copy refer.
         ties: the first name of each tied tensor, by its other names.
 
     Attributes:
-        originals: the module's tensors by name, those that are alive.
-        views: what the copy holds of the memory of the module's tensors, each with a name.
+        originals: the module's tensors that are still alive, by name.
+        views: tensors in the copy that share memory with the module's tensors, each with a name.
         running: the values of the calls that run.
     """
 
@@ -102,9 +102,9 @@ class Registered(TorchFunctionMode):
 
     Args:
         tensors: the module's own tensors.
-        values: those of the call, by name.
+        values: the call's tensors, by name.
 
-    What the library itself reads, arguments and closures of transforms, is replaced as well.
+    Values that the library itself reads (arguments and closures of transforms) are replaced as well.
 
     Raises (inside):
         LoopError: the tensor is of a stacked layer.

@@ -47,8 +47,8 @@ class Contents:
         private: functions and containers that only the module's functions refer to.
 
     Attributes:
-        kept: each container, and what it contained.
-        put: what replaces that of some containers during a call, by their ids.
+        kept: each container with its contents before the call.
+        put: container id -> the contents that replace the container's during a call.
     """
 
     def __init__(self, module: nn.Module, private: Sequence[Any] = ()) -> None:

@@ -58,13 +58,13 @@ def add_call(
     same: Same = "place",
     **kwargs: Any,
 ) -> fx.Node:
-    """Add a call at the graph's insertion point, with tags inherited from a node, and its value.
+    """Add a call at the graph's insertion point, with a value and with tags inherited from a node.
 
     Args:
-        like: the node whose tags it inherits.
-        graph: where it is added; the graph of ``like`` if omitted.
-        val: its value; if omitted, ``target`` is run on the values of its operands.
-        same: what the two nodes have in common (`inherit`). A value that is inherited is not computed.
+        like: the node whose tags the call inherits.
+        graph: the graph to which the call is added; the graph of ``like`` if omitted.
+        val: the call's value; if omitted, ``target`` is run on the values of its operands.
+        same: what both nodes have in common (`inherit`). A value that is inherited is not computed.
     """
     call = (graph or like.graph).call_function(target, args, kwargs)
     if val is None and same == "place":

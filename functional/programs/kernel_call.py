@@ -23,15 +23,15 @@ OperandShapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Fused:
-    """A call of a kernel; equal if the keys are.
+    """A kernel call; calls with equal keys are equal.
 
     Attributes:
         name: the kernel's name.
-        key: identifies what it computes: calls with equal keys are interchangeable.
-        reference: the operations it stands for.
+        key: identifies the computation: calls with equal keys are interchangeable.
+        reference: the operations that the call replaces.
         choose: selects the implementation for tensors, once per shapes, dtypes, devices and strides.
-        rule: the factor rule for these shapes of operands and results; None: it must be decomposed.
-        shared_storage: its results may be views of one buffer.
+        rule: the factor rule for these operand and result shapes. None: the call must be decomposed.
+        shared_storage: whether its results may be views of one buffer.
     """
 
     name: str

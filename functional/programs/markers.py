@@ -62,11 +62,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Iteration:
-    """What an operation of an unrolled program was in the rolled one.
+    """The operation of a rolled program from which an unrolled program's operation comes.
 
     Attributes:
         operation: its number among the operations of loops.
-        scope: the scope that all iterations are in.
+        scope: the scope around all iterations.
         count: the number of iterations.
     """
 

@@ -216,7 +216,7 @@ def inherited_tags(node: fx.Node, same: Same = "place") -> dict[Tag[Any], Any]:
 
     Args:
         node: the node.
-        same: what the two have in common, as in `inherit`.
+        same: what both nodes have in common, as in `inherit`.
 
     Returns:
         The value of each tag that is passed on.
@@ -237,7 +237,7 @@ def inherit(node: fx.Node, like: fx.Node, same: Same = "place") -> None:
     Args:
         node: the new node.
         like: the node whose tags it inherits.
-        same: what the two have in common: the new one takes the other's place, or is made on its account
+        same: what both nodes have in common: the new node replaces ``like`` or exists because of it
             (``"place"``), holds the same value (``"value"``), or is the same operation (``"call"``).
 
     >>> import torch, torchard as ta

@@ -218,8 +218,8 @@ def pattern_pass(
     """A pass that reads loops unless one of its patterns over scopes may tell their iterations apart.
 
     Args:
-        patterns: by how the user wrote them.
-        what: what a pattern makes layers do.
+        patterns: the patterns, by the text that the user wrote.
+        what: the effect of a pattern on layers, for the message.
     """
     for written, pattern in patterns.items():
         if tells_apart([pattern]):

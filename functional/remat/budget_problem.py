@@ -70,13 +70,13 @@ def problem_of(program: Program) -> tuple[list[fx.Node], Problem]:
 
 
 class _Uses(NamedTuple):
-    """How the operations that a budget decides on are used, each by its number.
+    """The uses of the operations on which a budget decides. Each operation is given by its number.
 
     Attributes:
-        sources: the operations that each reads.
-        reads: the buckets of the backward in which each is read.
-        results: the storages of each that something reads.
-        forced: those whose results leave their segment, or their iteration, and are kept.
+        sources: the operations that each operation reads.
+        reads: the buckets of the backward in which each operation is read.
+        results: the storages of each operation that are read.
+        forced: the operations whose results leave their segment, or their iteration, and are saved.
     """
 
     sources: list[list[int]]

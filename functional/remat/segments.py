@@ -75,8 +75,8 @@ def why_kept(own: Sequence[Segment], reader: Sequence[Segment]) -> Why:
     """Why an operation of the backward reads a value that the forward computed.
 
     Args:
-        own: the segments that the value is in.
-        reader: those that the operation is in.
+        own: the segments of the value.
+        reader: the segments of the operation.
     """
     if shared := shared_segments(own, reader):
         return Why(f"{own[shared - 1].policy} keeps it")

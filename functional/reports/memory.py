@@ -57,10 +57,10 @@ class Holder(Record):
     """Memory that is in use at the peak.
 
     Attributes:
-        bytes: its size.
-        kind: ``"argument"``, ``"result"``, ``"collective"`` for a buffer of one, or ``"value"``.
+        bytes: the size.
+        kind: ``"argument"``, ``"result"``, ``"collective"`` for a collective's buffer, or ``"value"``.
         what: the path of an argument, or the operation that computes the value.
-        value: its dtype and shape.
+        value: the value's dtype and shape.
         scope: the scope and the phase.
         source: the user's line.
     """
@@ -99,19 +99,19 @@ class Holder(Record):
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory that a program needs, in bytes, of its arguments and results too.
+    """The memory that a program needs, in bytes, including its arguments and results.
 
     Attributes:
-        peak: the most that is in use at once, as ``Program.peak``, if each value comes from an allocator.
-        holders: who holds it then.
-        reserved: what torch's CUDA caching allocator reserves for the same sequence, by a model of it.
-        planned: what planned memory takes: arguments, results, what operations allocate themselves at
-            its peak, and the block.
+        peak: the most bytes in use at once, as ``Program.peak``, if an allocator provides each value.
+        holders: the holders of memory at the peak.
+        reserved: the bytes that torch's CUDA caching allocator reserves for this sequence, by a model.
+        planned: the bytes that planned memory takes: arguments, results, the peak of the bytes that
+            operations allocate themselves, and the block.
         block: the block for all other values.
-        bound: the most bytes of these in use at once; no block is smaller. It is no part of the peak:
-            sizes are aligned, and an operation may write its result over an operand.
-        copied: what is written by copies alone: of concatenations, and of operands of collectives.
-        planned_copied: the same in planned memory, where most are computed in their places.
+        bound: the most bytes of these values in use at once; no block is smaller. It is no part of the
+            peak: sizes are aligned, and an operation may write its result over an operand.
+        copied: the bytes that copies write: for concatenations, and for operands of collectives.
+        planned_copied: the same bytes in planned memory, where most values are computed in place.
         own: operations that cannot write into given memory, how often each runs, and their bytes.
 
     >>> import torch, torchard as ta

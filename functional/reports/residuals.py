@@ -30,10 +30,10 @@ class Residual:
         kind: ``"argument"``, ``"output"`` or ``"value"``.
         what: the path of an argument or output, or the operation.
         name: the label of the value or of a view of it.
-        shape, dtype: those of the global value.
+        shape, dtype: the shape and dtype of the global value.
         bytes: the bytes on one device.
-        device: where it is saved: ``"cpu"`` if it was offloaded.
-        times: in a table, the number of iterations of the loop that computes it.
+        device: the device on which the value is saved: ``"cpu"`` if it was offloaded.
+        times: in a table, the number of iterations of the loop that computes the value.
     """
 
     kind: str

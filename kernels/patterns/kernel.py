@@ -46,7 +46,7 @@ class Kernel:
             ``torchard.testing.equal(fuse(fn, kernel), fn, *args)``.
         weights: parameters that must be inputs of the program, for kernels that are only faster for
             weights.
-        of: for the kernel of a gradient, the kernel whose gradient it is.
+        of: if this kernel computes a gradient, the kernel whose gradient it is.
         joint: implementations of kernel and gradient at once, by device type: functions of the inputs,
             then the cotangents, which return the outputs, then the gradients. They run if a program has
             both and the cotangents do not depend on the outputs, as for a loss.

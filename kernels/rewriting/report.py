@@ -71,11 +71,11 @@ class Use(Record):
 
     Attributes:
         kernel: the name of the kernel.
-        scope, source, phase: where it is, by its first result.
-        how: its implementation; the string changes when one is chosen, at the first call.
-        operations: the number of operations it replaced.
-        bytes_before, bytes_after: the bytes moved by the operations it replaced, and by it.
-        times: in a table, the number of iterations of the loop that it is in.
+        scope, source, phase: the place of its first result in the program.
+        how: the implementation; the string changes at the first call, which chooses an implementation.
+        operations: the number of operations that the kernel replaced.
+        bytes_before, bytes_after: the bytes that the replaced operations move, and that the kernel moves.
+        times: in a table, the number of iterations of the loop around the kernel.
     """
 
     kernel: str

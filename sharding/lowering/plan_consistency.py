@@ -63,8 +63,8 @@ def agreed(
     """Check that all ranks have the same plan and equal replicated values.
 
     Args:
-        order: the first call, which ranks that call another plan are told of.
-        parts: its arguments.
+        order: the first call, of which ranks that call another plan are informed.
+        parts: the arguments of the first call.
 
     Returns:
         The number of the plan: the same on all ranks, and unique among the plans of each.

@@ -83,14 +83,14 @@ class Collective(Record):
 
     Attributes:
         kind: all_reduce, psum_scatter, all_gather or all_to_all.
-        axes: the mesh axes it runs over.
+        axes: the mesh axes over which it runs.
         shape: the shape of the largest local operand.
         dtype: the dtype of the operand.
         bytes: the bytes that a rank sends (and receives) under the ring algorithm, uneven shards padded.
         op: the reduction (sum, max or min), if any.
-        source, scope, phase: those of the operation that needs the result.
-        note: the reason, where it may surprise, as for operands gathered for lack of a factor rule.
-        times: in a table, the number of iterations of the loop that it is in.
+        source, scope, phase: the source line, scope and phase of the operation that needs the result.
+        note: the reason, if it may surprise, as for operands gathered for lack of a factor rule.
+        times: in a table, the number of iterations of the loop around the collective.
     """
 
     kind: str

@@ -85,9 +85,9 @@ class _Walk:
 
     Attributes:
         parts: the number of parts of each source, as known before a walk.
-        parts_seen: the same, with the slices that were met during the walk.
-        counts: the number of units in each part of a source; among sources split alike, the root's holds.
-        alike: for a source that is split like another, that other source (a union-find).
+        parts_seen: the number of parts of each source, including slices found during the walk.
+        counts: the number of units in each part of a source; sources split alike have the root's number.
+        alike: source -> another source that is split like it (a union-find).
     """
 
     def __init__(self, graph: fx.Graph, weights: dict[str, fx.Node]) -> None:

@@ -92,10 +92,10 @@ class Indexed:
     Attributes:
         table: the dims of the table.
         indices: the text of each index.
-        picked: the dims of the broadcast indices; one that counts a dim of the table has its name.
-        sizes: their sizes.
-        used: the dims of the table that are indexed.
-        at: where the picked dims are in the result.
+        picked: the dims of the broadcast indices; an index dim that counts a table dim has its name.
+        sizes: the sizes of the picked dims.
+        used: the table's dims that are indexed.
+        at: the position of the picked dims in the result.
     """
 
     table: list[str]

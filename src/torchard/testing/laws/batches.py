@@ -46,8 +46,8 @@ def batch_independent(
         args: its arguments.
         in_dims: the dim of examples in each argument, as for ``torch.vmap``: a number for all, or a list
             with None for arguments that all examples share, such as parameters.
-        out_dim: that of results: a number for all, or where ``fn`` returns a tuple, a list with one for
-            each of it, None for what is left out.
+        out_dim: the dim of examples in results: a number for all results or, if ``fn`` returns a tuple, a
+            list with one entry for each item; None skips an item.
         orders: the quantities to compare; see `equal`.
 
     Returns:
@@ -152,9 +152,10 @@ def permutation_equivariant(
     Args:
         fn: a function of pytrees.
         args: its arguments.
-        in_dims: the dim of elements in each argument: a number for all, or a list of numbers, None for
-            what is not permuted, and tuples of dims: ``[0, (0, 1)]`` of nodes and an adjacency matrix.
-        out_dims: that of results, or several.
+        in_dims: the dim of elements in each argument: a number for all arguments, or a list with a
+            number, a tuple of dims, or None (not permuted) for each: ``[0, (0, 1)]`` for nodes and an
+            adjacency matrix.
+        out_dims: the dim of elements in results, in the same form.
         orders: the quantities to compare; see `equal`.
 
     Returns:

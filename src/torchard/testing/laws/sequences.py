@@ -49,10 +49,11 @@ def causal(
     Args:
         fn: a function of pytrees, over sequences of at least two positions.
         args: its arguments.
-        in_dims: the dim of positions in each argument: a number for all, or a list with None for what is
-            no sequence, such as parameters.
-        out_dim: that of results: a number for all, or where ``fn`` returns a tuple, a list with one for
-            each of it, None for what is left out: ``[1, None]`` of a recurrent network with final states.
+        in_dims: the dim of positions in each argument: a number for all arguments, or a list with None
+            for arguments that are not sequences, such as parameters.
+        out_dim: the dim of positions in results: a number for all results or, if ``fn`` returns a tuple, a
+            list with one entry for each item, and None for items to skip: ``[1, None]`` for a recurrent
+            network with final states.
         strict: whether results must not depend on arguments at their own position either, as in
             autoregressive flows.
         orders: the quantities to compare; see `equal`.
