@@ -51,8 +51,8 @@ def causal(
         args: its arguments.
         in_dims: the dim of positions in each argument: a number for all arguments, or a list with None
             for arguments that are not sequences, such as parameters.
-        out_dim: the dim of positions in results: a number for all results or, if ``fn`` returns a tuple, a
-            list with one entry for each item, and None for items to skip: ``[1, None]`` for a recurrent
+        out_dim: the dim of positions in results: a number for all results or, if ``fn`` returns a tuple,
+            a list with one entry for each item, and None for items to skip: ``[1, None]`` for a recurrent
             network with final states.
         strict: whether results must not depend on arguments at their own position either, as in
             autoregressive flows.
