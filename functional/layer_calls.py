@@ -103,7 +103,7 @@ class Between(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# What may be read of a value that is not there yet.
+# Attributes and methods that may be read of a value that is not computed yet.
 _READS = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
     *(Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.__len__),

@@ -29,7 +29,7 @@ __all__ = [
     "unchanged",
 ]
 
-# What cannot change, and is the same where it is equal.
+# Types whose objects cannot change, so that equal objects are interchangeable.
 _PLAIN = (
     *(bool, int, str, bytes, type(None), type, range, slice, enum.Enum, BuiltinFunctionType),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),

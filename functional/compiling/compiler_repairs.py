@@ -43,7 +43,7 @@ __all__ = [
     *("copy_before_writes", "has_half_precision"),
 ]
 
-# What Inductor turns into writes in place: of these and of what it writes by way of them.
+# Operations that Inductor turns into writes in place, or decomposes to such operations.
 _WRITES = {
     aten.index_put.default,
     aten._unsafe_index_put.default,
@@ -134,7 +134,7 @@ def has_half_precision(graph: fx.Graph, inputs: Iterable[torch.Tensor]) -> bool:
     return any(x.is_floating_point() and x.itemsize < 4 for x in tensors)
 
 
-# Of what is traced, `call_torch` is called before: here it sees what Inductor decomposes operations to.
+# `call_torch` has run on the traced operations before; here it runs on Inductor's decompositions.
 REPAIRS = (
     *(call_torch, round_numbers, fold_conversions),
     *(copy_before_writes, conjugate_at_once, compute_once),

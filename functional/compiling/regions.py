@@ -65,7 +65,7 @@ def by_regions(graph: fx.Graph, compiled: Callable[[fx.Graph], Run]) -> fx.Graph
 
 
 def _markers_apart(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """The same order, but what enters a loop or leaves it comes before other operations there."""
+    """The same order, but markers of a loop's entries and exits come before adjacent operations."""
     placed: list[fx.Node] = []
     for _, group in groupby(order, key=LOOP.get):
         nodes = list(group)

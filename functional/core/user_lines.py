@@ -72,7 +72,7 @@ def is_installed(code: CodeType) -> bool:
 
 
 def is_installed_module(module: ModuleType) -> bool:
-    """The same for a module; one without a file is builtin, unless it is the main module."""
+    """Whether a module is installed. A module without a file is builtin, except the main module."""
     path = vars(module).get("__file__")
     if module.__name__.partition(".")[0] in ("torch", "torchard"):
         return True

@@ -9,7 +9,7 @@ from torch import nn
 
 __all__ = ["ModuleCopy", "Wrapper"]
 
-# What takes the place of a module's methods where it is a function of its parameters.
+# Remedies in place of a module's methods, which a function of its parameters does not have.
 _MODES = (
     "it computes in the mode that the module had when it was functionalized: "
     "functionalize(module.{0}()); or call {1}.module.{0}(), which applies to later calls"

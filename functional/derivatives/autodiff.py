@@ -144,16 +144,16 @@ def _vjp(program: Program, mask: Sequence[bool], count: int, cotangents: int) ->
 
 
 def _needs_level(program: Program) -> bool:
-    """Whether plain autograd on fakes would be wrong where the function runs again.
+    """Whether plain autograd on fake tensors would be wrong when the function runs again.
 
-    Inside a level of torch.func, which wraps the fakes, torch replays views by their strides. A level is
-    not used everywhere, since torch.func refuses autograd Functions without setup_context, and hooks.
+    Inside a level of torch.func, which wraps the fake tensors, torch replays views by their strides. A
+    level is not always used, because torch.func refuses hooks and Functions without setup_context.
     """
     return program.retrace is not None and program.forgets_turns
 
 
 def _in_level(run: Vjp, mask: Sequence[bool]) -> Vjp:
-    """The same gradients, taken inside a level of torch.func."""
+    """Gradients that are taken inside a level of torch.func."""
 
     def inside(inputs: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
         with internals.gradient_level(inputs, mask) as (wrapped, out):

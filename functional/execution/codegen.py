@@ -39,7 +39,7 @@ from torchard.functional.programs.running_sums import in_place
 __all__ = ["Line", "assembled", "compiled", "text_of"]
 
 _LITERALS = (bool, int, str, type(None))
-# What the text of instructions refers to.
+# The names to which the text of instructions refers.
 _COLLECTING = {"Rows": Rows, "Total": Total, "row_of": row_of, "taken": taken}
 
 

@@ -35,7 +35,7 @@ from torchard.functional.programs.tags import LOOP
 
 __all__ = ["Lives", "dropped", "loop_instructions", "operation"]
 
-# What collects the values of iterations, by the node that reads it: the first letter of its slot.
+# Node that reads the collected values of iterations -> the first letter of the collector's slot.
 _COLLECTS: dict[Any, str] = {rows: "r", total: "t"}
 
 

@@ -18,7 +18,7 @@ from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["fakes_like", "observed"]
 
-# What a loop collects is in memory of its own.
+# The values that a loop collects have memory of their own.
 _COLLECTED: dict[Any, Any] = {
     rows: lambda value, count, *_: new_buffer(value, count),
     total: lambda value, *_: aten.add.Tensor(value, value),

@@ -87,7 +87,7 @@ def _returning_only(body: Program, positions: Sequence[int]) -> Program:
     return replace(body, outputs=outputs, retrace=retrace)
 
 
-# What the cotangent of a result, and the gradient of an operand, are to the pullback.
+# The kinds, in the pullback, of a result's cotangent and of an operand's gradient.
 _COTANGENT: dict[Gives, Takes] = {"carry": "carry", "rows": "row", "total": "shared"}
 _GRADIENT: dict[Takes, Gives] = {"carry": "carry", "row": "rows", "shared": "total"}
 

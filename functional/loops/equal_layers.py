@@ -57,7 +57,7 @@ def layers_of(program: Program) -> list[EqualLayers]:
     return found if saved >= MIN_SAVED else []
 
 
-# What differs between layers though they are equal, or says where a node is.
+# Tags that differ between equal layers, or that state a node's place.
 _OWN = (FRAMES, SCOPE, SEGMENTS, ORIGIN)
 
 

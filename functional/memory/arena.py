@@ -25,7 +25,7 @@ from torchard.functional.memory.huge_pages import in_huge_pages
 __all__ = ["Arena", "Block", "arena", "release", "reserved"]
 
 T = TypeVar("T")
-# How many blocks are kept besides the one that is taken: those of other threads, and of open graphs.
+# The number of blocks that are kept besides the block in use, for other threads and open graphs.
 _SURPLUS = 4
 Sizes = Mapping[torch.device, int]
 

@@ -102,11 +102,11 @@ class Lifetimes:
         old.kept |= new.kept
 
     def all(self) -> list[Buffer]:
-        """Those that have memory of their own, in the order in which they are made."""
+        """The buffers that have memory of their own, in the order of their creation."""
         return [buffer for buffer in dict.fromkeys(self.known.values()) if buffer.inside is None]
 
     def planned(self) -> list[Buffer]:
-        """Those that have a place in a block."""
+        """The buffers that have a place in a block."""
         return [buffer for buffer in self.all() if buffer.planned]
 
     def _step(self, at: int, step: Step, under_way: dict[Buffer, list[Buffer]]) -> None:

@@ -31,8 +31,8 @@ _LARGE, _PAGE = 1 << 16, 1 << 12
 # A packing is good enough if it is larger than the bound by less than one part in so many; and buffers
 # that are smaller than this part of the bound are placed last, without a search.
 _CLOSE, _SMALL = 1000, 500
-# How many comparisons of buffers the searches may take together, some two seconds; their number, and the
-# most moves of each.
+# The most comparisons of buffers in all searches together, about two seconds; the number of searches, and
+# the most moves of each search.
 _COMPARISONS, _STARTS, _MOVES = 250_000_000, 5, 200
 
 

@@ -28,7 +28,7 @@ from torchard.functional.modules.containers import is_container, is_users, read,
 
 __all__ = ["Contents", "containers", "kept_apart", "replaced_value", "undone"]
 
-# What a module refers to and does not hold, or what a call does not change.
+# Types of objects to which a module refers without holding them, or which a call does not change.
 _OUTSIDE = (
     *(Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Generator),
     *(str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size),

@@ -32,7 +32,7 @@ def times(node: fx.Node) -> int:
 
 
 def carried(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Of an `again`, the value that it hands on, and where that enters."""
+    """The value that an `again` passes to the next iteration, and the node at which the value enters."""
     value, entered = node.args
     assert isinstance(value, fx.Node) and isinstance(entered, fx.Node)
     return value, entered

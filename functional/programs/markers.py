@@ -85,7 +85,7 @@ def again(value: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
     return value
 
 
-# Whether or not the last value is read, the next iteration reads what this one hands on.
+# Even if the last value is not read, the next iteration reads the value of this iteration.
 fx.has_side_effect(again)
 
 
@@ -99,8 +99,8 @@ def row(stacked: torch.Tensor) -> torch.Tensor:
     return stacked[0]
 
 
-# What is read of it is as free to read again as a view.
-row.is_view = True  # type: ignore[attr-defined]  # our own mark
+# To read a row again is as free as a view.
+row.is_view = True  # type: ignore[attr-defined]  # torchard's mark
 
 
 def leave(value: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def is_marker(node: fx.Node) -> bool:
 
 
 _MARKERS = (enter, again, listed, row, leave, rows, item, total)
-# What reads values of all iterations, or of the last one, after a loop.
+# Markers that read values of all iterations, or of the last iteration, after a loop.
 COLLECTORS = (leave, rows, total)
 
 

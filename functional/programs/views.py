@@ -70,9 +70,9 @@ def storage_of(node: fx.Node) -> fx.Node:
 
 
 def handed_value(node: fx.Node) -> fx.Node:
-    """Of a carry (`enter`, `again`, `leave`) the value that iterations hand on; else the node.
+    """The value that iterations pass on, for a carry's node (`enter`, `again`, `leave`); else the node.
 
-    A carry is kept, recomputed or offloaded as that value is: in all iterations, or in none.
+    A carry is saved, recomputed or offloaded like this value: in all iterations, or in none.
     """
     entered: Any = node
     if node.target is leave:

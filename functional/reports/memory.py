@@ -48,7 +48,7 @@ _COPIES: frozenset[Any] = frozenset(
         c10d.all_reduce.default,  # which reduces a copy
     }
 )
-# Of layers: whole parts of scopes, and indices in paths.
+# Layer numbers: components of scopes that are numbers, and indices in paths.
 _NUMBERS = re.compile(r"(?<=/)\d+(?=[/ ]|$)|(?<!args\[)(?<=\[)\d+(?=\])")
 
 

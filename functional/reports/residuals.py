@@ -109,7 +109,7 @@ def residuals_of(program: Program, joint: Callable[[], Program] | None = None) -
 
 
 def _shown(residuals: dict[fx.Node, Residual]) -> list[Residual]:
-    """Those that a table has: of values that each iteration of a loop keeps, one."""
+    """The residuals in a table: one for values that each iteration of a loop saves."""
     groups: dict[Any, list[tuple[fx.Node, Residual]]] = {}
     for node, residual in residuals.items():
         iteration = ITERATION.get(node)

@@ -148,8 +148,8 @@ _NAMED = {owner: _named(owner) for owner in _OWNERS}
 _TORCHS = {id(function) for named in _NAMED.values() for function in named.values()}
 
 
-# What a mode excludes while it handles an operator, whose kernel may conjugate and multiply: without
-# these keys the product takes conjugated values as they are in memory (torch 2.13).
+# Dispatch keys that a mode excludes while it handles an operator. The operator's kernel may conjugate and
+# multiply; without these keys, the product reads conjugated values as stored in memory (torch 2.13).
 def has_modes() -> bool:
     """Whether a dispatch mode (a tracer, a fake mode) is active."""
     return bool(torch._C._len_torch_dispatch_stack())

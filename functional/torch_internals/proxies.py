@@ -72,7 +72,7 @@ require(torch._C, "DisableTorchFunctionSubclass")
 GENERATOR_IN_ERRORS = "torch._C.Generator"
 CONTROL_FLOW_IN_ERRORS = ("There was no rule registered for H", "torch._dynamo.exc")
 
-# What stands among operands as it is.
+# Types of operands that are recorded unchanged.
 _LITERALS = {
     *(int, float, bool, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -292,7 +292,7 @@ class _Over:
         """Never entered."""
 
 
-# What reads or hands on the memory of a tensor, without an error where it has none.
+# Functions that read or pass on a tensor's memory, without an error if it has none.
 _READS_MEMORY = (
     *(torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage),
     *(torch.Tensor.__reduce_ex__, torch.Tensor.__dlpack__, torch.Tensor.share_memory_),

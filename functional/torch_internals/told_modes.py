@@ -34,11 +34,11 @@ class _Call(NamedTuple):
     inference: bool
 
 
-# Of the trace in progress and of those around it; the thread that traces holds the lock.
+# The calls of the trace in progress and of the traces around it; the thread that traces holds the lock.
 _calls: list[_Call] = []
 _real_inference = torch.is_inference_mode_enabled
 _real_code = torch.compiler.is_compiling.__code__
-# Functions of torch that ask for others.
+# Torch functions that query the mode for other functions.
 _BETWEEN = (
     os.path.join("torch_internals", os.path.basename(__file__)),
     *(os.path.join("torch", *path) for path in (("_utils.py",), ("compiler", "__init__.py"))),

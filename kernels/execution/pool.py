@@ -22,7 +22,7 @@ __all__ = ["Pool", "machine_memory"]
 
 # A storage may be larger than asked for, by a quarter.
 _SLACK = 1.25
-# How many blocks of a size are looked at in each search for a free one.
+# The number of blocks of one size that a search for a free block examines.
 _PROBES = 4
 
 

@@ -163,7 +163,7 @@ class Planner:
         return Part(replace(occurrence, roots=roots), sources, makers, rests)
 
     def _in_first_loop(self, makers: list[list[fx.Node]]) -> list[list[fx.Node]]:
-        """Those of some nodes that are in the loop of the first of them, where the kernel would be."""
+        """The nodes that are in the loop of the first node, where the kernel would be."""
         if not any(LOOP.on(node) for nodes in makers for node in nodes):
             return makers
         order = {node: i for i, node in enumerate(self.graph.nodes)}

@@ -29,7 +29,7 @@ __all__ = ["LONG", "end_of", "error_text", "key_of", "note_end", "waits_of", "wa
 Groups = tuple[tuple[tuple[int, ...], int], ...]
 # Seconds for which a call is let wait before a note says so.
 LONG = 1.0
-# Of an error's message.
+# The most characters of an error's message.
 _LENGTH = 300
 
 

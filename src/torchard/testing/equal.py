@@ -253,7 +253,7 @@ class Reference:
             return program_of(lambda *args: _whole(fn(*args)), self.args)
 
     def _precisions(self, fn: Fn, order: str) -> dict[str, Precision]:
-        """In which dtypes fn computes its results, by path; none if its operations are not recorded."""
+        """The dtypes in which fn computes its results, by path; empty without a recording."""
         try:
             program, _ = self._program(fn)
         except Exception:  # whatever a recording refuses: then the reference's own dtypes are used
@@ -286,7 +286,7 @@ class Reference:
         return results
 
 
-# What reports call what is not compared.
+# The names, in reports, of quantities that are not compared.
 _NAMES = {
     "gradient": "gradients",
     "jvp": "tangents of results",

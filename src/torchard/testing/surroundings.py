@@ -157,9 +157,9 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 _GLOBAL = "global "
-# Of a class, what no call changes and Python makes anew, or that holds the class itself.
+# Class attributes that no call changes and Python creates anew, or that hold the class itself.
 _OF_CLASSES = ("__dict__", "__weakref__", "__doc__", "__annotations__")
-# What they remember is what their function returns.
+# Types that only store results of their function.
 _MEMOS = (type(functools.lru_cache(len)),)
 
 

@@ -26,18 +26,19 @@ from torchard.testing.rounding.noise import Noise, nudged
 
 __all__ = ["Level"]
 
-# What agrees this well is accepted at once, and what does not is looked at with care. Differences by the
-# first step have errors of 1e-10 of both kinds; by the second, extrapolated, they have fewer of each.
+# Derivatives that agree this well are accepted at once; all others are examined further. Differences over
+# the first step have truncation and rounding errors of 1e-10. Over the second step they are extrapolated,
+# and both errors are smaller.
 _CLOSE = 1e-7
 _CLOSE_SUM = 1e-9  # of a sum, in which one element is to be seen
 _CLOSE_PRODUCT = 1e-12
 _STRAIGHT = 1e-3
 _FIRST_STEP, _SECOND_STEP = 2.0**-17, 2.0**-8
-# How much larger the difference of two products may be than their rounding errors as measured.
+# The largest accepted ratio of the difference of two products to their measured rounding errors.
 _OVER_NOISE = 10.0
 _FEW = 3  # arguments, of which all choices require gradients in turn
 _RUNS = 8  # perturbed runs of values that are measured at a single point
-# How far from the mean of runs with nudged values a derivative at a kink may be, in radii of these runs.
+# The largest distance of a kink's derivative from the mean of nudged runs, in radii of these runs.
 _AROUND = 4.0
 # Nudges by a thousand times as much move a smooth function's values by as many times more.
 _NUDGED, _STEEP = (2.0**-50, 2.0**-40), 32.0
@@ -387,7 +388,7 @@ class Level:
         )
 
     def _of_sum(self, line: Line, here: Vector, cotangents: Vector) -> Estimate:
-        """Of <c, f>. At several kinks each term may have any derivative between its sides."""
+        """The estimate for <c, f>. At kinks, each term may have any derivative between its sides."""
         weights = joined(cotangents).abs()
         whole, weighed = line.estimate(), joined(here).isfinite() & (weights > 0)
         if bool((whole.kink & weighed).any()):

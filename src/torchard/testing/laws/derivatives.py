@@ -17,7 +17,7 @@ from torchard.testing.report import DerivativeReport, OrderReport
 
 __all__ = ["check_derivatives"]
 
-# How far away from a kink derivatives are compared too, for entries of about 1.
+# The distance from a kink at which derivatives are compared too, for entries of about 1.
 _BESIDE = 2.0**-7
 
 

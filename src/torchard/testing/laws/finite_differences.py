@@ -128,7 +128,7 @@ class Line:
         return Estimate(value, spread, error, _jumps(here, right, left, noise))
 
     def _noise(self, step: float) -> torch.Tensor:
-        """By how much rounding moves the values at a step to either side."""
+        """The distance by which rounding moves the values one step to either side."""
         right, left = (
             self._measured.at(torch.tensor(t, dtype=torch.float64), *self.at) for t in (step, -step)
         )

@@ -193,7 +193,7 @@ def _are_apart(fn: Fn, x: torch.Tensor, batch_dims: int) -> bool:
 
 
 def _log_det(fn: Fn, x: torch.Tensor, batch_dims: int, apart: bool) -> torch.Tensor:
-    """Of the Jacobian of each example with itself: fn takes the entire batch, and need not be batched.
+    """log|det| of each example's Jacobian; fn takes the entire batch, and vmap need not batch it.
 
     Args:
         fn: a function of the value alone.

@@ -20,9 +20,9 @@ from torchard.testing.rounding.programs import program_of
 
 __all__ = ["monotone"]
 
-# By how much arguments grow, in units of one plus their own size.
+# The steps by which arguments grow, in units of 1 plus their size.
 _STEPS = (1e-3, 0.1, 1.0, 10.0)
-# Steps of a single element, for about half of them: else rising terms hide one that falls.
+# Steps of a single element, for about half of them: else rising terms hide a term that falls.
 _SINGLES = 4
 # Elements among which those are that rise least.
 _STEEPEST = 8
@@ -103,7 +103,7 @@ class _Call:
 
     @functools.cached_property
     def bounds(self) -> dict[str, torch.Tensor]:
-        """By how much roundings may move each result."""
+        """The distance by which roundings may move each result."""
         program, inputs = program_of(self.fn, tree.whole(self.args))
         known = expected(program, inputs, program.results, seed=self.seed)
         bounds = [known[node].bound for node in program.results]

@@ -50,7 +50,7 @@ _ALONG = ("start", "end", "length", "split_size", "split_sizes", "index")
 _DRAWS = ("any", "definite", "zero")
 # Whatever is in memory: there is nothing to be wrong.
 _UNDETERMINED = (torch.ops.aten.empty_like.default,)
-# What adds rows to a table: to a table of zeros, in parts as well.
+# Operations that add rows to a table; they may add to a table of zeros, in several parts.
 _SUMMING = (aten.index_put.default, aten.index_add.default, aten.scatter_add.default)
 _KNOWN: dict[Any, str] = {}
 

@@ -97,7 +97,7 @@ def joined(digit: Digit, axes: tuple[str, ...], sizes: Sizes) -> Digit | None:
 
 
 def spreads(layout: Layout, sizes: Sizes) -> tuple[Spread, ...]:
-    """Who holds which indices of each dim."""
+    """The indices of each dim that each rank holds."""
     return tuple(_whole_dim(digits_of(dim, sizes), sizes) for dim in layout.dims)
 
 
@@ -111,9 +111,9 @@ def _whole_dim(digits: tuple[Digit, ...], sizes: Sizes) -> Spread:
 def spread(
     digits: tuple[Digit, ...], factors: tuple[int, ...], sizes: Sizes
 ) -> tuple[Spread, ...] | None:
-    """Who holds which indices of each factor of a dim, where the factors' sizes multiply to the dim's.
+    """The indices of each factor of a dim that each rank holds; the factors' sizes multiply to the dim's.
 
-    None: some rank holds indices that are not all combinations of some indices of each factor.
+    None if a rank holds indices that are not all combinations of some indices of each factor.
     """
     axes = tuple(sorted({a for digit in digits for a in digit.axes}))
     if 0 in factors:

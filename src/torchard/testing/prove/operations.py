@@ -32,7 +32,7 @@ __all__ = ["Claim", "Instance", "instance"]
 
 
 class Claim(NamedTuple):
-    """Of an operator: that it can be split along a factor, or is linear in some operands together.
+    """A claim that an operator can be split along a factor, or is linear in several operands together.
 
     Attributes:
         kind: "split", "tie" or "linear".
@@ -177,7 +177,7 @@ class _Check:
         return Claim("split", (f,)) if any(tensor >= 0 for tensor in has) else self._made(f)
 
     def _made(self, f: int) -> Claim:
-        """Of a factor that no operand has: every rank computes its shard from unsplit operands."""
+        """The claim for a factor without operands: each rank computes its shard from unsplit operands."""
         if f not in self.rule.index:
             raise _NoInstance(f"factor {self._names([f])} comes from no operand, and is split")
         return Claim("split", (f,))

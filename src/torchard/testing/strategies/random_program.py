@@ -13,7 +13,7 @@ import torchard
 
 __all__ = ["NAMES", "RandomProgram"]
 
-# What the text of a program is evaluated in; the imports in the text say the same.
+# The names in which a program's text is evaluated; the text's imports define the same names.
 NAMES: dict[str, Any] = {
     "torch": torch,
     "F": torch.nn.functional,

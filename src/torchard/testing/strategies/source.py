@@ -10,7 +10,7 @@ from hypothesis.vendor.pretty import RepresentationPrinter, for_type_by_name
 
 __all__ = ["number_source", "tensor_source"]
 
-# Of larger tensors hypothesis prints torch's own summary.
+# For larger tensors, hypothesis prints torch's own summary.
 _MOST_NUMBERS = 500
 
 
