@@ -65,7 +65,7 @@ def _of_partial(partial: functools.partial[Any]) -> tuple[Any, ...]:
 
 
 def _of_function(function: FunctionType) -> tuple[Any, ...]:
-    """What functions of one code may differ in. (Their globals are those of the module with the code.)"""
+    """The parts in which functions with the same code may differ. (They have the module's globals.)"""
     closed = [cell.cell_contents for cell in function.__closure__ or ()]
     return closed, function.__defaults__, function.__kwdefaults__, vars(function)
 

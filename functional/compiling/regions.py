@@ -146,7 +146,7 @@ def _outputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _key(nodes: Sequence[fx.Node]) -> Hashable:
-    """What a region computes: its operations on numbered values, and which of these are used outside."""
+    """A region's computation: operations on numbered values, and the values that are used outside."""
     numbers = {node: i for i, node in enumerate((*_inputs(nodes), *nodes))}
 
     def line(node: fx.Node) -> Hashable:

@@ -129,7 +129,7 @@ def _element(node: fx.Node, constants: dict[fx.Node, torch.Tensor]) -> torch.Ten
 
 
 def _computed(node: fx.Node, constants: dict[fx.Node, torch.Tensor]) -> Any:
-    """What a pointwise operation makes of the elements of its operands."""
+    """The result of a pointwise operation on the elements of its operands."""
     op: Any = node.target
     pointwise = torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
     if not pointwise and op not in _CONVERSIONS:

@@ -97,7 +97,7 @@ class OperandExpression:
 
 @dataclass(frozen=True)
 class Clause:
-    """What follows a ``|``: a verb and its words."""
+    """A clause after a ``|``: a verb and its words."""
 
     verb: Word
     words: tuple[Word, ...]

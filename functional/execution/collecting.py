@@ -1,4 +1,4 @@
-"""What generated code collects from the iterations of a loop: stacked rows, and sums."""
+"""Values that generated code collects from a loop's iterations: stacked rows, and sums."""
 
 from __future__ import annotations
 

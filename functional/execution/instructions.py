@@ -1,4 +1,4 @@
-"""What a program runs, as data: one list of instructions, made once from its rolled graph.
+"""A program as data: one list of instructions, created once from its rolled graph.
 
 Whoever has to know what runs reads this list: the printer (codegen.py), tapes of planned memory,
 profiler ranges, and what memory is held until when (storages.py). Values are in *slots*, which have the

@@ -1,4 +1,4 @@
-"""What operations compute, observed once on fake tensors: sizes, and which values share memory."""
+"""The results of operations, observed once on fake tensors: sizes, and which values share memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def observed(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> Results:
 
 
 def _awaited(value: Any) -> Any:
-    """What was sent or received; a direct transfer is a tuple that begins with it."""
+    """The value that was sent or received; a direct transfer is a tuple that begins with this value."""
     return value[0] if isinstance(value, tuple) else value
 
 

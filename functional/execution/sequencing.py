@@ -16,7 +16,7 @@ __all__ = ["instructions_of"]
 
 
 def instructions_of(order: Sequence[fx.Node]) -> list[Instruction]:
-    """What some nodes run: placeholders, operations, those of a loop together, and the output."""
+    """The instructions for nodes in this order: placeholders, operations, loops, and the output."""
     return list(_instructions(order))
 
 

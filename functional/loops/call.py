@@ -62,7 +62,7 @@ class LoopCall:
         return self.run(self, operands)
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What is derived from the loop under a key, made at most once."""
+        """A result that is derived from the loop, cached under a key."""
         if key not in self.derived:
             self.derived[key] = make()
         return self.derived[key]

@@ -59,7 +59,7 @@ class SameRow:
 
 @dataclass(frozen=True)
 class Entered:
-    """What enters the same row of other layers."""
+    """The operand that enters the same row of other layers."""
 
     layers: EqualLayers
     carry: Carry

@@ -80,7 +80,7 @@ class _Rolled:
 
 
 def _whole(node: fx.Node) -> Any:
-    """What a node is an item of; None if it is none."""
+    """The node of which a node is an item; None for other nodes."""
     return node.args[0] if node.target is operator.getitem else None
 
 

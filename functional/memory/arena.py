@@ -61,7 +61,7 @@ class Block:
         return not self.lent and self.leased() == 0
 
     def leave(self, program: Any, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a call of a program leaves: the block is not free until nothing refers to these tensors.
+        """The tensors that a call leaves; the block is not free until nothing refers to them.
 
         Args:
             values: tensors in the block, all on one device.
@@ -95,7 +95,7 @@ class Block:
         )
 
     def take_back(self) -> None:
-        """What a call left is no longer needed."""
+        """Note that the tensors that a call left are no longer needed."""
         self._lease = self._program = None
         self._left = []
 
@@ -111,7 +111,7 @@ class Block:
         return self.memory[device].numel() if device in self.memory else 0
 
     def made_for(self, program: Any, make: Callable[[Mapping[torch.device, torch.Tensor]], T]) -> T:
-        """What a program makes of this memory, once; kept as long as both exist."""
+        """The objects that a program creates from this memory, once; kept as long as both exist."""
         made = self._made.get(program)
         if made is None:
             made = self._made[program] = make(self.memory)

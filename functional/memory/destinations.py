@@ -205,7 +205,7 @@ def _reduce_scatter(to: Destination, x: torch.Tensor, *how: Any) -> None:
 
 
 def writer_of(step: Step) -> Writer | None:
-    """What writes the result of a step; None if the operation allocates it itself."""
+    """The function that writes a step's result; None if the operation allocates the result itself."""
     op = step.function
     if not isinstance(op, internals.OpOverload):
         return None

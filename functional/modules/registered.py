@@ -76,7 +76,7 @@ class OwnTensors:
         return [id(x) for table in tables for x in before.get(id(table), ())[1::2]]
 
     def contents(self) -> Contents:
-        """What the copy holds now."""
+        """The present contents of the copy."""
         if not self._contents.unchanged():
             self._contents = Contents(self.module, self.private)
         return self._contents

@@ -39,7 +39,7 @@ def carried(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def handed_on(node: fx.Node) -> list[fx.Node]:
-    """What hands on the values that enter at a node; none if nothing enters there."""
+    """The nodes that pass on the values that enter at a node; empty if no values enter there."""
     if node.target is not enter:
         return []
     return [user for user in node.users if user.target is again and user.args[1] is node]

@@ -11,10 +11,10 @@ __all__ = ["AxisWork", "PerIteration", "Record", "Records", "Work"]
 
 
 class PerIteration:
-    """What is noted on an operation of a loop, and differs between iterations."""
+    """Notes on a loop's operation that differ between iterations."""
 
     def in_iteration(self, i: int) -> Any:
-        """What is noted on the operation of one iteration."""
+        """The note on the operation of one iteration."""
         raise NotImplementedError
 
 
@@ -41,7 +41,7 @@ class Record(PerIteration):
 
     @property
     def payload(self) -> str:
-        """What it sends, for errors; empty if nothing."""
+        """The data that the operation sends, for errors; empty if it sends nothing."""
         return ""
 
     def in_backward(self) -> Record:
@@ -119,16 +119,16 @@ class AxisWork:
 
 @dataclass(frozen=True)
 class Work:
-    """What a program computes.
+    """The work of a program.
 
     FLOPs are two per multiplication of a product (matrix products, convolutions, attention) and one per
-    element of anything else; bytes are those of all operands and results, views not counted. What
-    crosses the network is in ``Program.collectives``.
+    element of any other operation; bytes are those of all operands and results, except views. Transfers
+    over the network are in ``Program.collectives``.
 
     Attributes:
-        flops, bytes: on one device.
-        rank_flops, rank_bytes: on the busiest rank.
-        axes: the mesh axes, each with the part of the work it splits.
+        flops, bytes: the work on one device.
+        rank_flops, rank_bytes: the work on the busiest rank.
+        axes: the mesh axes, each with the fraction of the work that it splits.
     """
 
     flops: int

@@ -95,7 +95,7 @@ class _Split:
             LOOP.set(copies[node], loop)
 
     def _leave(self, entered: fx.Node, copies: Copies) -> fx.Node:
-        """What the part of a loop hands on last, to the other part."""
+        """The last value that a part of a loop passes to the other part."""
         (handing,) = handed_on(entered)
         left = self.new.call_function(leave, (copies[handing],))
         inherit(left, handing, "value")

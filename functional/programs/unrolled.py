@@ -112,7 +112,7 @@ class _Unrolled:
                     self.each[node][i] = self._iteration(node, i)
 
     def _entering(self, node: fx.Node, i: int) -> fx.Node:
-        """What enters the first iteration."""
+        """The value that enters the first iteration."""
         value = self._at(node.args[0], i)
         if WHY.on(node) and not SEGMENTS.get(value):
             WHY.setdefault(value, WHY.of(node).in_iteration(i))

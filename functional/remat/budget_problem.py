@@ -1,4 +1,4 @@
-"""What a budget's integer program is about: which operations, their costs, and who reads them when.
+"""The data of a budget's integer program: operations, their costs, and when they are read.
 
 A loop is planned by one of its iterations: what is kept of it is kept of all, and what is recomputed is
 alive in one. What an iteration hands to the next is kept.

@@ -114,7 +114,7 @@ def liveness(program: Program) -> Liveness:
 
 
 def _declared(program: Program) -> Results:
-    """What nodes compute, by the views and running sums that they declare."""
+    """The results of nodes, from the views and running sums that they declare."""
     size = bytes_in(program)
     sums = (added_product(node) for node in program.calls if sum_so_far(node) is not None)
     merged = set(sums)  # products that are computed into a running sum

@@ -1,4 +1,4 @@
-"""What a policy is: a function from a value to a decision, and combinations of such functions."""
+"""Policies: functions from a value to a decision, and combinations of such functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchard.functional.core.errors import CheckpointError
 __all__ = ["Decision", "Policy", "Shapes", "as_policy"]
 
 Decision = Literal["recompute", "offload", "save"]
-"""What a policy returns: "recompute", "offload" (to host memory) or "save".
+"""A policy's result: "recompute", "offload" (to host memory) or "save".
 
 >>> from torchard import policies
 >>> def keep_blocks(op, shapes, scope, name) -> policies.Decision:

@@ -202,7 +202,7 @@ def memory_of(program: Program) -> Memory:
 
 
 def _planned(program: Program, number: int, donated: Sequence[int]) -> tuple[Tape, MemoryPlan]:
-    """What a rank computes, as it is, and in planned memory."""
+    """A rank's computation, with allocated and with planned memory."""
     name, fakes = program.name, internals.FakeTensorMode()
     if not is_joint(program):
         graph, inputs = _rank(program, number)
@@ -247,7 +247,7 @@ def _lives(tape: Tape, donated: Sequence[int]) -> Lifetimes:
 
 
 def _reserved(live: Liveness) -> int:
-    """What a caching allocator reserves, beginning with none, for one call."""
+    """The bytes that an empty caching allocator reserves for one call."""
     allocator = CachingAllocator()
     begin: dict[int, list[Allocation]] = {}
     end: dict[int, list[Allocation]] = {}

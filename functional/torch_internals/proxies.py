@@ -272,7 +272,7 @@ def inserting_after(
 
 
 def fake(fakes: FakeTensorMode, spec: TensorSpec) -> torch.Tensor:
-    """What ``spec.empty()`` is under the mode, by a shorter way."""
+    """The tensor that ``spec.empty()`` gives under the mode, computed faster."""
     with no_modes():
         return FakeTensor(fakes, replace(spec, device=_META).empty(), spec.device)
 
@@ -326,7 +326,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def text_of(tensor: torch.Tensor) -> str:
-    """What ``print`` shows of a tensor of a trace: its dtype and shape, as it has no value."""
+    """A traced tensor's text in ``print``: its dtype and shape, as it has no value."""
     return f"Traced({str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)})"
 
 

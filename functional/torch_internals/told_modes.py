@@ -1,8 +1,8 @@
-"""What the user's code is told of torch's modes while it is traced: what the plain call would be told.
+"""The answers to mode queries by the user's code during a trace: those of the plain call.
 
 `torch.compiler.is_compiling` and `torch.is_inference_mode_enabled` are functions that no mode sees, and
-that torch offers no way to answer. A trace is without inference mode, and sets the compiling flag, so
-that torch and installed packages take branches that do not read values; neither is the call's.
+that torch offers no way to answer. A trace runs without inference mode and sets the compiling flag, so
+that torch and installed packages take branches that do not read values; in the call, both may differ.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _told_compiling() -> bool:
 
 
 def compiling_told() -> bool:
-    """What `torch.compiler.is_compiling` returns during a trace: True to installed packages."""
+    """The result of `torch.compiler.is_compiling` during a trace: True for installed packages."""
     if not _calls:
         return torch.compiler._is_compiling_flag
     if not one_at_a_time.is_held() or asked_by_user(*_BETWEEN, installed=False):

@@ -69,7 +69,7 @@ class _OnMesh(Runtime):
         return mesh_work(program, self.mesh)
 
     def ranks(self, program: Program, direct: bool = False) -> Sequence[RankGraph]:
-        """What the first rank runs; of a pipeline, the first one of each stage."""
+        """The program of the first rank; in a pipeline, of the first rank of each stage."""
         first = dict.fromkeys(self.mesh.shape, 0)
         homes = _homes(program) or [()]
         return [self._of_rank(program, {**first, **dict(home)}, direct) for home in homes]

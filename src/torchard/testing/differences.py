@@ -53,7 +53,7 @@ def _difference(path: str, have: Any, want: Any) -> Difference:
 
 
 def _not_finite(have: torch.Tensor, want: torch.Tensor) -> str:
-    """What an element is, and should be, where one of the two is not finite."""
+    """An element and its expected value, if one of the two is not finite."""
     if bool(have.isfinite()) and bool(want.isfinite()):
         return ""
     return f"{have.item():.6g}, reference {want.item():.6g}"

@@ -54,7 +54,7 @@ class Surroundings:
         }
 
     def change(self) -> str | None:
-        """What has changed; None if nothing has."""
+        """The change; None if nothing has changed."""
         now = Surroundings(self.fn)
         for path, old in self.tokens.items():
             if (new := now.tokens.get(path, _ABSENT)) != old:

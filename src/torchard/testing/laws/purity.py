@@ -119,7 +119,7 @@ def _check_unchanged(around: Surroundings) -> None:
 
 
 def _settings() -> dict[str, Any]:
-    """What else a call may change for all others."""
+    """Other state that a call may change for all other calls."""
     kind, keys, *rest = np.random.get_state()
     return {
         "the state of Python's random": random.getstate(),
@@ -138,7 +138,7 @@ def _copied(x: Any) -> Any:
 
 
 def _gradients(args: Any) -> dict[str, Any]:
-    """What each tensor among the arguments has besides its values."""
+    """The properties of each tensor among the arguments besides its values."""
     leaves = zip(tree.paths(args, "args"), tree.leaves(args), strict=True)
     tensors = [(path, x) for path, x in leaves if isinstance(x, torch.Tensor)]
     flags = {f"{path}.requires_grad": x.requires_grad for path, x in tensors}

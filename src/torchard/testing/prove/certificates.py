@@ -271,7 +271,7 @@ class _Trial:
         )
 
     def _blind(self, have: Some) -> Values:
-        """What a rank can know of the results that has parts of the operands."""
+        """The part of the results that follows from a rank's parts of the operands."""
         (factor,) = have
         known, summed = (self.run(self._replaced(have, zeros=z)) for z in (False, True))
         sides = zip(known, summed, self.rule.outs, strict=True)

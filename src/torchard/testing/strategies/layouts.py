@@ -71,7 +71,7 @@ def _within(
 
 
 def _garbage(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What shows when it is read by mistake."""
+    """A value that shows when it is read by mistake."""
     if is_inexact_dtype(dtype):
         return torch.full(shape, torch.nan, dtype=dtype)
     return torch.full(shape, True if dtype == torch.bool else torch.iinfo(dtype).max, dtype=dtype)

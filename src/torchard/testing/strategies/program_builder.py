@@ -77,7 +77,7 @@ _NAME = re.compile(r"\b[a-zA-Z_]\w*")
 
 
 def _imports(*texts: str) -> str:
-    """What a program and the expressions of its inputs use."""
+    """The imports that a program and the expressions of its inputs need."""
     used = set(_NAME.findall(" ".join(texts)))
     lines = ["import torch"]
     if "F" in used:
