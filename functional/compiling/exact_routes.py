@@ -125,7 +125,7 @@ def _alike(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _computed(node: fx.Node, alike: dict[fx.Node, fx.Node]) -> Hashable:
-    """A key, equal for nodes that apply one operation to operands that ``alike`` maps to the same nodes."""
+    """A key that is equal for equal operations on operands that ``alike`` maps to equal nodes."""
     return repr((str(node.target), fx.map_arg((node.args, node.kwargs), alike.__getitem__)))
 
 
