@@ -35,7 +35,14 @@ from torchard.sharding.rules.registry import Call, Emit, Text, rule_of
 from torchard.sharding.scheduling.partition import partition
 from torchard.sharding.values.mesh import Mesh
 
-__all__ = ["check_rule", "register_rule"]
+__all__ = [
+    "check_overloads",
+    "check_rule",
+    "close",
+    "random_like",
+    "register_rule",
+    "tensors_of",
+]
 
 _MOST = 2**20  # the most elements of operands for which a rule is checked at the shapes of the call
 _SMALL = 4  # the size of factors if the operation has no arguments that could depend on sizes
@@ -286,6 +293,6 @@ def close(
         return False
     if not is_inexact(want):
         return torch.equal(have, want)
-    largest = float(want.abs().nan_to_num().max()) if want.numel() else 0.0
+    largest = float(want.abs().nan_to_num(0.0, 0.0).max()) if want.numel() else 0.0
     bound = roundings * torch.finfo(want.dtype).eps * max(largest, least)
     return torch.allclose(have, want, rtol=0, atol=bound, equal_nan=True)

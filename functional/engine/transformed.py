@@ -223,14 +223,17 @@ class Transformed(Wrapper):
         inspecting: bool = False,
     ) -> tuple[CacheEntry, list[Any]]:
         """The entry for a call, traced if need be, and the closed-over values."""
-        newest = self._newest
+        newest, outdated = self._newest, None
         usual = not (inspecting or self._inspected or self._reads_grad_mode or self._reads_autograd)
         if usual and newest is not None and newest[0] is arguments.key:
             closures = newest[1].closures(self.fn, arguments)
             if closures is not None:
                 return newest[1], stand_ins(closures)
+            outdated = newest[1]
         key = self._key(arguments)
         for entry in self._known(key):
+            if entry is outdated:  # its environment was compared just now, which takes long
+                continue
             closures = entry.closures(self.fn, arguments)
             if closures is not None:
                 break

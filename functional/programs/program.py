@@ -226,6 +226,13 @@ class Pass(NamedTuple):
         "If it treats all iterations alike, list it in the rewrite's passes with reads_loops=True."
     )
 
+    def __call__(self, program: Program) -> Program:
+        """The program after this pass."""
+        after: Any = self.run(program)
+        if not isinstance(after, Program):
+            raise TypeError(f"{self.name} returned {after!r}, and a pass must return a Program.")
+        return after
+
     @property
     def name(self) -> str:
         """What messages call it: its function, or the class of its rewrite."""
@@ -311,7 +318,7 @@ class Rewrite:
         By default all passes run, on the bodies of loops too.
         """
         for one in sorted(self.passes, key=lambda one: one.stage):
-            program = one.run(program)
+            program = one(program)
         return program
 
     def covers(self, other: Rewrite) -> bool:

@@ -247,9 +247,7 @@ def applied(program: Program, passes: Iterable[Pass]) -> Program:
     for one in passes:
         if not one.reads_loops and has_loops(program):
             program = noted(program, one.name)
-        program = one.run(program)
-        if not isinstance(program, Program):
-            raise TypeError(f"{one.name} returned {program!r}, and a pass must return a Program.")
+        program = one(program)
     return program
 
 

@@ -172,28 +172,31 @@ def _index_add(
     **out: torch.Tensor,
 ) -> Any:
     """torch.index_add; of what vmap maps, by an operation that keeps examples together."""
-    if out or not _adds_by_example(input, dim, index, source, alpha):
-        return NotImplemented
-    return input.scatter_add(dim, *_scattered(dim, index, source, alpha))
+    return NotImplemented if out else _added(input, dim, index, source, alpha, torch.Tensor.scatter_add)
 
 
 def _index_add_(
     self: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
 ) -> Any:
     """Tensor.index_add_, like `_index_add`."""
-    if not _adds_by_example(self, dim, index, source, alpha):
+    return _added(self, dim, index, source, alpha, torch.Tensor.scatter_add_)
+
+
+def _added(
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    alpha: Any,
+    scatter: Callable[..., torch.Tensor],
+) -> Any:
+    """The elements of ``source`` added to x by an index for each element."""
+    if not _adds_by_example(x, dim, index, source, alpha):
         return NotImplemented
-    return self.scatter_add_(dim, *_scattered(dim, index, source, alpha))
-
-
-def _scattered(
-    dim: int, index: torch.Tensor, source: torch.Tensor, alpha: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """An index for every element, and the elements."""
     along = [1] * source.ndim
     along[dim] = -1
     terms = source if alpha == 1 else source * alpha
-    return index.long().reshape(along).expand(source.shape), terms
+    return scatter(x, dim, index.long().reshape(along).expand(source.shape), terms)
 
 
 # In others, torch adds in a wider dtype than it scatters in.

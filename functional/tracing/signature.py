@@ -95,8 +95,7 @@ class Known:
 
     Attributes:
         structure: the tree structure of ``(args, kwargs)``.
-        key: the cache key of the call.
-        settings: torch's settings, the last item of the key.
+        key: the cache key of the call, whose last item is torch's settings.
         dicts: the places of dicts in the tree; optree accepts other mappings with the same keys there.
         check: returns whether leaves have the same properties as those of the call.
         resolved: whether no leaf is conjugated or negated lazily.
@@ -104,7 +103,6 @@ class Known:
 
     structure: optree.PyTreeSpec
     key: tuple[Any, ...]
-    settings: Settings
     dicts: _Dicts
     check: Callable[..., bool]
     resolved: bool
@@ -118,7 +116,7 @@ class Known:
             return None
         key: Any = arguments.key
         resolved = not any(x.is_neg() or x.is_conj() for x in arguments.leaves)
-        return cls(arguments.structure, key, key[-1], dicts, check, resolved)
+        return cls(arguments.structure, key, dicts, check, resolved)
 
     def leaves_of(self, call: Any) -> list[Any] | None:
         """The leaves of a call ``(args, kwargs)`` with the same key; None if the call's key differs."""
@@ -127,7 +125,7 @@ class Known:
         except (ValueError, TypeError):
             return None
         same = self.check(*leaves) and (not self.dicts or _are_dicts(self.dicts, call))
-        return leaves if same and self.settings.are_current() else None
+        return leaves if same and self.key[-1].are_current() else None
 
 
 # For each child of a node that is a dict or contains one: the child's index or key, whether the child is

@@ -313,6 +313,10 @@ def test_passes_that_are_none_are_refused() -> None:
         Transformed(torch.sin, [Method()])
     with pytest.raises(TypeError, match="returned None, and a pass must return a Program"):
         Transformed(torch.sin, [Forgets()])(T)
+    with pytest.raises(TypeError, match="returned None, and a pass must return a Program"):
+        jit(Transformed(torch.sin, [Forgets()]), backend="eager").lower(T)
+    with pytest.raises(TypeError, match="returned None, and a pass must return a Program"):
+        jit(lambda x: Transformed(torch.sin, [Forgets()])(x) + 1, backend="eager")(T)
     with pytest.raises(TypeError, match="has neither __call__ nor passes"):
         Transformed(torch.sin, [Nothing()])(T)
 

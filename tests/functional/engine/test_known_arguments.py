@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchard import jit, tree
+from torchard.functional.engine.cache_entry import CacheEntry
 from torchard.functional.tracing.signature import Known, read
 
 Pair = namedtuple("Pair", "x y")
@@ -189,3 +190,19 @@ def test_lazy_values_are_computed_whatever_was_known(
 def _bits(x: torch.Tensor) -> torch.Tensor:
     """The memory of a value, which a lazy one does not have yet."""
     return x.view(torch.float32).view(torch.int32)
+
+
+def test_what_a_function_reads_is_compared_once_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale, compared = [1.0], list[CacheEntry]()
+    closures = CacheEntry.closures
+
+    def counted(entry: CacheEntry, *args: Any) -> Any:
+        compared.append(entry)
+        return closures(entry, *args)
+
+    monkeypatch.setattr(CacheEntry, "closures", counted)
+    f = jit(lambda x: x * scale[0], backend="eager")
+    for value, count in ((1.0, 0), (1.0, 1), (2.0, 2), (2.0, 3)):  # the first call finds no entry
+        scale[0] = value
+        torch.testing.assert_close(f(X), X * value)
+        assert len(compared) == count
