@@ -17,16 +17,16 @@ from torchard.functional.compiling.compile_once import compiled_once
 from torchard.functional.compiling.compile_progress import CompileProgress
 from torchard.functional.compiling.compiler_repairs import REPAIRS, has_half_precision
 from torchard.functional.compiling.faulty_lowerings import call_torch
-from torchard.functional.compiling.region_donation import donated_operands, own
+from torchard.functional.compiling.region_donation import donated_operands
 from torchard.functional.compiling.regions import by_regions
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.locks import Lock
-from torchard.functional.engine.donation import donated_parts
 from torchard.functional.engine.lowered_function import width
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.binding import Compiling
 from torchard.functional.execution.codegen import compiled
+from torchard.functional.execution.donated import donated_parts, own
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.memory.planned import Planned, PlannedHalves
 from torchard.functional.programs.program import Bound, Pass, Program, Rewrite, Stage
@@ -137,7 +137,7 @@ class Compile(Rewrite):
     def bind(self, program: Program) -> Bound:
         """The compiled program, from the runtime's graph of it if there is a runtime."""
         generated = (
-            compiled(program.graph, program.name)
+            compiled(program.graph, program.name, donated_parts(program))
             if program.runtime is None
             else program.runtime.bind(program)
         )
@@ -158,7 +158,7 @@ class Compile(Rewrite):
         """The graph in planned memory; a backward shares that of its forward, which is bound first."""
         halves: Split | None = HALVES.get(program.output)
         if halves is None:
-            donated = donated_parts(program, self.donate_argnums)
+            donated = donated_parts(program)
             return Planned(graph, generated, program.name, donated)
         if program is halves.forward:
             saved, count = halves.parts(width)
@@ -181,9 +181,7 @@ class Compile(Rewrite):
             part = fx.GraphModule(torch.nn.Module(), graph)
             return _Compiled(part, compiled(graph, program.name), self.backend, progress)
 
-        # Arguments of a forward are residuals, too.
-        whole_step = self.backend == "inductor" and not HALVES.on(program.output)
-        donated = donated_parts(program, self.donate_argnums) if whole_step else []
+        donated = donated_parts(program) if self.backend == "inductor" else []
         outer = by_regions(module.graph, region)
         if outer is not None:
             for run, positions in donated_operands(outer, donated).items():

@@ -6,22 +6,14 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
-from torchard.functional import torch_internals as internals
 from torchard.functional.compiling.regions import Region, Run
 from torchard.functional.execution.sequencing import instructions_of
 from torchard.functional.execution.storages import Allocation, Fresh, StorageGroup, StorageRun
 from torchard.functional.programs.loops import regrouped
 
-__all__ = ["donated_operands", "own"]
-
-
-def own(parts: list[torch.Tensor], donated: Sequence[int]) -> None:
-    """Copy the donated inputs whose memory something else than the list holds."""
-    for i in internals.held_elsewhere(parts, donated):
-        parts[i] = parts[i].detach().clone()
+__all__ = ["donated_operands"]
 
 
 def donated_operands(outer: fx.Graph, donated: Sequence[int]) -> dict[Run, list[int]]:

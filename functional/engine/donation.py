@@ -10,10 +10,8 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import DonatedError
 from torchard.functional.core.placed import is_placed
-from torchard.functional.engine.cache_entry import is_under
-from torchard.functional.programs.program import Placement, Program
 
-__all__ = ["Donated", "donated_parts", "give_up"]
+__all__ = ["Donated", "give_up"]
 
 
 class Donated(torch.Tensor):
@@ -70,19 +68,6 @@ def _check_distinct(leaves: Sequence[Any], donated: Sequence[int], ids: Sequence
                 f"a donated value of shape {list(leaves[i].shape)} is passed twice in one call: pass a "
                 "clone, or leave its argument out of donate_argnums."
             )
-
-
-def donated_parts(program: Program, numbers: Sequence[int]) -> list[int]:
-    """The positions of the donated arguments' parts among the parts of all inputs."""
-    starts = [f"args[{n}]" for n in numbers]
-    parts: list[int] = []
-    position = 0
-    for leaf in program.inputs:
-        width = leaf.tag.width if isinstance(leaf.tag, Placement) else 1
-        if leaf.role == "primal" and is_under(leaf.path, starts):
-            parts += range(position, position + width)
-        position += width
-    return parts
 
 
 def _may_empty(leaf: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.execution.collecting import Rows, Total, row_of, taken
+from torchard.functional.execution.donated import Owned
 from torchard.functional.execution.failures import failed
 from torchard.functional.execution.instructions import (
     Assign,
@@ -29,9 +30,10 @@ from torchard.functional.execution.instructions import (
     Shifted,
     SlotNames,
     When,
+    Write,
 )
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
-from torchard.functional.execution.sequencing import instructions_of
+from torchard.functional.execution.sequencing import instructions_of, what_runs
 from torchard.functional.programs.labels import Label
 from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.running_sums import in_place
@@ -56,22 +58,28 @@ class Line(NamedTuple):
         return "    " * self.depth + self.text
 
 
-def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch.Tensor]]:
+def compiled(
+    graph: fx.Graph, name: str = "program", donated: Sequence[int] = ()
+) -> Callable[..., list[torch.Tensor]]:
     """A function from the values of the placeholders to the list of the outputs.
 
-    Running sums are computed in place. Every value is dropped after its last use. A list of inputs is
-    emptied for the same reason, but not a tuple. An error names the operation that raised it: each line
+    Running sums, and writes to what is dead afterwards, are made in place. Every value is dropped after
+    its last use. A list of inputs is emptied for the same reason, but not a tuple. An error names the operation that raised it: each line
     is one operation, so the line number in the traceback identifies it, at no cost until something is
     raised. While a profiler is active, another version runs, which marks the program's scopes and
     collectives.
 
     Args:
         name: the program's name, for messages.
+        donated: the positions of inputs whose memory the call may take.
     """
-    written = in_place(graph)
-    names = _COLLECTING | {"transforms": internals.has_transforms, "pure": _Pure(graph, name)}
-    body = list(lines_of(instructions_of(regrouped(written or graph)), names))
-    beginning = ["if transforms(): return pure(args)"] if written else []
+    runs = what_runs(graph, donated)
+    names = dict(_COLLECTING)
+    body = list(lines_of(runs.instructions, names))
+    beginning: list[str] = []
+    if runs.nodes or in_place(graph) is not None:
+        names |= {"owned": Owned(runs.taken), "pure": _Pure(graph, name)}
+        beginning = ["own = owned(args)", "if own is None: return pure(args)", "args = own", "del own"]
     return assembled(body, names, name, beginning)
 
 
@@ -199,6 +207,17 @@ def _texts(instruction: Instruction, names: dict[str, Any]) -> Iterator[str]:
             arguments += [f"{key}={_argument(x, slots, names)}" for key, x in node.kwargs.items()]
             function = _constant(internals.direct(node.target), names, "f")
             yield f"{slot} = {function}({', '.join(arguments)})"
+        case Write(node, slot, slots, write, part):
+            base, *others = [_argument(x, slots, names) for x in node.args]
+            others += [f"{key}={_argument(x, slots, names)}" for key, x in node.kwargs.items()]
+            function = _constant(internals.direct(write), names, "f")
+            if part is None:
+                yield f"{function}({', '.join([base, *others])})"
+            else:
+                source, *place = others
+                view = _constant(internals.direct(part), names, "f")
+                yield f"{function}({view}({', '.join([base, *place])}), {source})"
+            yield f"{slot} = {base}"
         case Pack(_, slot, values, slots):
             yield f"{slot} = {_argument(list(values), slots, names)}"
         case Read(_, slot, source, index, how):

@@ -45,6 +45,7 @@ __all__ = [
     "Shifted",
     "SlotNames",
     "When",
+    "Write",
     "executed",
 ]
 
@@ -92,6 +93,30 @@ class Compute(_OfNode):
     slot: str
     slots: SlotNames
     given: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write(_OfNode):
+    """Compute a node's function in the memory of its first operand, which nothing reads afterwards.
+
+    Attributes:
+        slot, slots: as those of `Compute`.
+        write: the operator that writes: to the first operand, or the second operand to a part of it.
+        part: the view that is this part; None if the operator takes the node's own arguments.
+    """
+
+    node: fx.Node
+    slot: str
+    slots: SlotNames
+    write: Any
+    part: Any = None
+
+    @property
+    def base(self) -> str:
+        """The slot of the memory that is written to."""
+        base = self.node.args[0]
+        assert isinstance(base, fx.Node)
+        return self.slots[base]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 
 from torch import fx
 
 from torchard.functional.execution.instructions import Inputs, Instruction, Return
 from torchard.functional.execution.loop_code import Lives, dropped, loop_instructions, operation
+from torchard.functional.execution.reinplacing import Reinplaced, reinplaced
 from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.loops import regrouped
+from torchard.functional.programs.running_sums import in_place
 from torchard.functional.programs.tags import LOOP
 
-__all__ = ["instructions_of"]
+__all__ = ["instructions_of", "what_runs"]
+
+
+def what_runs(graph: fx.Graph, donated: Collection[int] = ()) -> Reinplaced:
+    """What generated code runs: with running sums and writes in place.
+
+    Args:
+        donated: the positions of the inputs whose memory the call may take.
+    """
+    order = regrouped(in_place(graph) or graph)
+    inputs = [node for node in order if node.op == "placeholder"]
+    return reinplaced(instructions_of(order), inputs, donated)
 
 
 def instructions_of(order: Sequence[fx.Node]) -> list[Instruction]:

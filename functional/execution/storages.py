@@ -27,6 +27,7 @@ from torchard.functional.execution.instructions import (
     Put,
     Read,
     Return,
+    Write,
     executed,
 )
 from torchard.functional.programs.markers import total
@@ -167,6 +168,9 @@ class StorageRun:
                 operands = slots.pop(given) if given else [slots[of[n]] for n in node.all_input_nodes]
                 self._set(slot, self.computed(node, operands, i))
                 self._release(operands if given else None)
+            case Write(node, slot):
+                self.live.order.append(node)
+                self._set(slot, slots[instruction.base])
             case Drop(gone):
                 for slot in gone:
                     self._release(slots.pop(slot))
@@ -176,7 +180,8 @@ class StorageRun:
                 self._set(slot, StorageGroup([slots[of[value]] for value in values]))
             case Read(_, slot, source, index, how):
                 index = i if index is None else index
-                self._set(slot, slots[source] if how == "row" else slots[source].items[index])
+                held = slots[source]
+                self._set(slot, self._row(held) if how == "row" else held.items[index])
                 if how == "out":
                     self._replace(slots[source], index, None)
             case New(slot, kind, count):
@@ -203,6 +208,10 @@ class StorageRun:
             storage.kind = "argument"
             storage.references += number not in self.donated
             self._set(slot, storage)
+
+    def _row(self, stack: Any) -> Any:
+        """A row of a stack."""
+        return stack
 
     def _return(self, value: Any) -> None:
         if value is not None:

@@ -87,13 +87,17 @@ class JointTape:
     count: int
 
 
-def tape_of(graph: fx.Graph, inputs: Sequence[torch.Tensor], fakes: Any) -> Tape:
+def tape_of(
+    graph: fx.Graph, inputs: Sequence[torch.Tensor], fakes: Any, donated: Sequence[int] = ()
+) -> Tape:
     """The tape of a graph for inputs like these, whose values are not read.
 
     Args:
         fakes: the mode of the tape's tensors.
+        donated: the positions of the inputs whose memory the program may take.
     """
-    return with_results_apart(recorded(graph, fakes_like(inputs, fakes), fakes), fakes)
+    tape = recorded(graph, fakes_like(inputs, fakes), fakes, donated)
+    return with_results_apart(tape, fakes)
 
 
 def joint_tape_of(
@@ -137,7 +141,7 @@ def plan_of(
         donated: the positions of inputs whose memory the program may take.
     """
     fakes = internals.FakeTensorMode()
-    return plan_of_tape(tape_of(graph, inputs, fakes), name, fakes, donated)
+    return plan_of_tape(tape_of(graph, inputs, fakes, donated), name, fakes, donated)
 
 
 def plan_of_tape(tape: Tape, name: str, fakes: Any, donated: Sequence[int] = ()) -> MemoryPlan:

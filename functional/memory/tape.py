@@ -31,12 +31,11 @@ from torchard.functional.execution.instructions import (
     Read,
     Return,
     SlotNames,
+    Write,
     executed,
 )
-from torchard.functional.execution.sequencing import instructions_of
+from torchard.functional.execution.sequencing import what_runs
 from torchard.functional.programs.labels import Label
-from torchard.functional.programs.loops import regrouped
-from torchard.functional.programs.running_sums import in_place
 from torchard.functional.torch_internals.operators import aten, c10d
 
 __all__ = [
@@ -180,18 +179,20 @@ class _RecordedTotal(Total):
         self.written = True
 
 
-def recorded(graph: fx.Graph, inputs: Sequence[torch.Tensor], fakes: Any) -> Tape:
+def recorded(
+    graph: fx.Graph, inputs: Sequence[torch.Tensor], fakes: Any, donated: Sequence[int] = ()
+) -> Tape:
     """The calls of what a graph runs.
 
     Args:
         inputs: fake tensors.
         fakes: the mode that they belong to.
+        donated: the positions of those that may be written to.
     """
     tape = Tape(list(inputs))
-    graph = in_place(graph) or graph  # as generated code has it, to the bit
     with internals.no_modes(), torch.no_grad():
         run = _Run(Recorder(fakes, tape.steps), tape.inputs)
-        for instruction, i in executed(instructions_of(regrouped(graph))):
+        for instruction, i in executed(what_runs(graph, donated).instructions):
             run.one(instruction, i)
     tape.outputs = run.outputs
     return tape
@@ -218,6 +219,9 @@ class _Run:
                 held[slot] = self.recorder.call(
                     node.target, label.in_iteration(i), *args, **self._values(node.kwargs, slots)
                 )
+            case Write(_, slot, slots):
+                self._write(instruction, i)
+                held[slot] = held[instruction.base]
             case Pack(_, slot, values, slots):
                 held[slot] = self._values(list(values), slots)
             case Read(_, slot, source, index, how):
@@ -236,6 +240,17 @@ class _Run:
                     del held[slot]
             case Return(values, slots):
                 self.outputs = self._values(list(values), slots)
+
+    def _write(self, instruction: Write, i: int | None) -> None:
+        label = instruction.label
+        assert label is not None
+        label = label.in_iteration(i)
+        args, kwargs = self._values((instruction.node.args, instruction.node.kwargs), instruction.slots)
+        if instruction.part is not None:
+            base, source, *at = args
+            part = self.recorder.call(instruction.part, label, base, *at, **kwargs)
+            args, kwargs = (part, source), {}
+        self.recorder.write(instruction.write, label, *args, **kwargs)
 
     def _new(self, kind: str, count: int) -> Any:
         if kind == "list":

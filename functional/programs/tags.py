@@ -15,6 +15,7 @@ __all__ = [
     "COLLECTIVE",
     "CUT",
     "FRAMES",
+    "HALF",
     "HALVES",
     "INDUCTOR_REALIZE_TO_STRIDES",
     "ITERATION",
@@ -107,6 +108,13 @@ PHASE: Tag[str] = declare(
     written_by="loops/rolled, remat/loop_residuals, remat/offload, remat/rematerialise, tracing/purify, "
     "tracing/trace_state",
     read_by="many",
+    follows="place",
+)
+HALF: Tag[str] = declare(
+    "half",
+    '"forward" or "backward": the half of the joint program whose peak is computed',
+    written_by="remat/liveness",
+    read_by="remat/liveness",
     follows="place",
 )
 RECOMPUTE: Tag[bool] = declare(
@@ -285,6 +293,6 @@ SHAPE: Tag[tuple[int, ...]] = declare(
     "shape",
     "in a lowered graph, the local shape, where it is known",
     written_by="lowering/lower, lowering/peephole, lowering/simulated_transport",
-    read_by="lowering/peephole, remat/barrier",
+    read_by="execution/reinplacing, lowering/peephole, remat/barrier",
     follows="value",
 )

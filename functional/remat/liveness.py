@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from torchard.functional.execution.donated import donated_inputs
 from torchard.functional.execution.observed import observed
+from torchard.functional.execution.reinplacing import reinplaced
 from torchard.functional.execution.sequencing import instructions_of
 from torchard.functional.execution.storages import Fresh, Liveness, Results, alive
 from torchard.functional.programs.graphs import bytes_of
 from torchard.functional.programs.loops import loops_together, regrouped
 from torchard.functional.programs.program import Program, RankGraph
 from torchard.functional.programs.running_sums import added_product, in_place, sum_so_far
-from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.tags import HALF, VAL
 from torchard.functional.programs.views import base_of, handed_value, storage_of
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import halves_of
@@ -30,7 +32,6 @@ from torchard.functional.remat.split import halves_of
 __all__ = [
     "Storage",
     "bytes_in",
-    "donated_inputs",
     "is_joint",
     "liveness",
     "liveness_of_ranks",
@@ -79,10 +80,10 @@ def liveness_of_ranks(program: Program) -> list[Liveness]:
 
 
 def _of_rank(rank: RankGraph, donated: Sequence[int]) -> Liveness:
-    graph = in_place(rank.graph) or rank.graph  # as generated code has it
-    results = observed(graph, rank.inputs)
+    graph = in_place(rank.graph) or rank.graph
     inputs = list(graph.find_nodes(op="placeholder"))
-    return alive(instructions_of(regrouped(graph)), inputs, donated, results)
+    runs = reinplaced(instructions_of(regrouped(graph)), inputs, donated, HALF.get)
+    return alive(runs.instructions, inputs, donated, observed(graph, rank.inputs))
 
 
 def _in_execution_order(program: Program) -> Program:
@@ -95,8 +96,10 @@ def _in_execution_order(program: Program) -> Program:
         return program
     program = with_loop_residuals(program)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    forward = set(halves_of(program)[0])
     for node in (*program.placeholders, *order_of(program), program.graph.output_node()):
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        HALF.set(copies[node], "forward" if node in forward else "backward")
     return replace(program, graph=graph)
 
 
@@ -110,7 +113,12 @@ def liveness(program: Program) -> Liveness:
         program = with_loop_residuals(program)
     inputs = program.placeholders
     order = [*inputs, *order_of(program), program.graph.output_node()]
-    return alive(instructions_of(order), inputs, donated_inputs(program), _declared(program))
+    forward = set(halves_of(program)[0]) if is_joint(program) else None
+    donated = donated_inputs(program)
+    runs = reinplaced(
+        instructions_of(order), inputs, donated, lambda node: forward is None or node in forward
+    )
+    return alive(runs.instructions, inputs, donated, _declared(program))
 
 
 def _declared(program: Program) -> Results:
@@ -144,14 +152,6 @@ def storage_key(node: fx.Node) -> Storage:
         assert isinstance(whole, fx.Node) and isinstance(item, int)
         return Storage(whole, item)
     return Storage(root)
-
-
-def donated_inputs(program: Program) -> list[int]:
-    """The inputs that are donated; none in a joint program, whose backward may read them."""
-    if is_joint(program) or program.compiler is None:
-        return []
-    starts = tuple(f"args[{n}]" for n in program.compiler.donate_argnums)
-    return [i for i, leaf in enumerate(program.inputs) if leaf.path.startswith(starts)]
 
 
 def bytes_in(program: Program) -> Callable[[fx.Node, int], int]:

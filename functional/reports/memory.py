@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.execution.donated import donated_inputs
 from torchard.functional.execution.storages import Allocation, Liveness
 from torchard.functional.memory.caching_allocator import CachingAllocator
 from torchard.functional.memory.lifetimes import Lifetimes, held
@@ -29,7 +30,7 @@ from torchard.functional.memory.tape import Step, Tape
 from torchard.functional.programs.labels import label_of
 from torchard.functional.programs.program import Program, RankGraph
 from torchard.functional.programs.records import Record, Records
-from torchard.functional.remat.liveness import donated_inputs, is_joint, liveness_of_ranks
+from torchard.functional.remat.liveness import is_joint, liveness_of_ranks
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import split
 from torchard.functional.reports.text import value_text
@@ -206,7 +207,7 @@ def _planned(program: Program, number: int, donated: Sequence[int]) -> tuple[Tap
     name, fakes = program.name, internals.FakeTensorMode()
     if not is_joint(program):
         graph, inputs = _rank(program, number)
-        tape = tape_of(graph, inputs, fakes)
+        tape = tape_of(graph, inputs, fakes, donated)
         return tape, plan_of_tape(tape, name, fakes, donated)
     both = split(with_loop_residuals(program))
     saved, count = both.parts(lambda leaf: 1)

@@ -17,6 +17,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.execution.binding import Compiling
 from torchard.functional.execution.codegen import compiled
+from torchard.functional.execution.donated import donated_parts
 from torchard.functional.programs.program import Bound, Placement, Program, RankGraph, Runtime
 from torchard.functional.programs.records import Work
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
@@ -99,7 +100,7 @@ class Simulated(_OnMesh):
         return _local(Lowering(program.graph, self.mesh, self.mesh.all_coords(), transport))
 
     def bind(self, program: Program) -> Bound:
-        return compiled(self._graph(program), program.name)
+        return compiled(self._graph(program), program.name, donated_parts(program))
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ class Distributed(_OnMesh):
     def bind(self, program: Program) -> Bound:
         graph = self._graph(program, direct=True)
         reduce_in_place(graph)
-        return self.guard(program, compiled(graph, program.name), graph)
+        run = compiled(graph, program.name, donated_parts(program))
+        return self.guard(program, run, graph)
 
     def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
         """Add checks: before each call, that all ranks make it; before the first, that plans are equal.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
@@ -24,6 +25,7 @@ __all__ = [
     "is_legacy_batched",
     "is_mutable",
     "is_view",
+    "makes_new_memory",
     "overload",
     "qualified_name",
     "schema",
@@ -164,6 +166,20 @@ def is_mutable(target: Any) -> bool:
     """Whether a target is an operator that writes to an argument."""
     op_schema = schema_or_none(target)
     return op_schema is not None and bool(op_schema.is_mutable)
+
+
+@functools.cache
+def makes_new_memory(target: Any) -> bool:
+    """Whether a target is one of torch's operators whose results always have memory of their own.
+
+    Not those that are composed of others: `dropout` may return its operand, which no schema says.
+    """
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    if target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return False
+    op_schema = schema(target)
+    return not op_schema.is_mutable and not any(each.alias_info for each in op_schema.returns)
 
 
 def direct(target: Any) -> Any:
