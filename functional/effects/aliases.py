@@ -57,6 +57,12 @@ class Alias:
     step: ViewStep | None = None
     multi_view: bool = False  # one of several views of one call: autograd refuses writes to those
 
+    def is_same(self, other: Alias | None) -> bool:
+        """Whether two aliases are the same view, for autograd too, whose call was made twice."""
+        if self is other or other is None or self.parent is None:
+            return self is other
+        return self.step == other.step and self.parent.is_same(other.parent)
+
     @property
     def stopped(self) -> bool:
         """Whether autograd sees no write through this alias."""

@@ -121,6 +121,10 @@ class _Functionalization:
             self.table.by_node[node] = self.table.view(node, parent, step)
             return
         _check_overlap(node)
+        into, *sources = (self.table.by_node.get(n) for n in node.all_input_nodes)
+        if node.target is aten.copy_.default and into and all(map(into.is_same, sources)):
+            self.table.by_node[node] = into  # the second half of ``y[i] += x``
+            return
         emit = NodeInserter(node)
         if node.target in _OVERWRITES:
             call = self._overwritten(emit, node)

@@ -64,10 +64,10 @@ def compiled(
     """A function from the values of the placeholders to the list of the outputs.
 
     Running sums, and writes to what is dead afterwards, are made in place. Every value is dropped after
-    its last use. A list of inputs is emptied for the same reason, but not a tuple. An error names the operation that raised it: each line
-    is one operation, so the line number in the traceback identifies it, at no cost until something is
-    raised. While a profiler is active, another version runs, which marks the program's scopes and
-    collectives.
+    its last use. A list of inputs is emptied for the same reason, but not a tuple. An error names the
+    operation that raised it: each line is one operation, so the line number in the traceback identifies
+    it, at no cost until something is raised. While a profiler is active, another version runs, which
+    marks the program's scopes and collectives.
 
     Args:
         name: the program's name, for messages.

@@ -78,6 +78,9 @@ _TWINS: dict[Any, Any] = {
     aten.copy.default: aten.copy_.default,
 }
 
+# Copies that are not made: the value lies in the operand.
+_COPIES = (aten.clone.default,)
+
 # Of these, those whose results may be larger than the base.
 _BROADCAST = (
     aten.masked_fill.Scalar,
@@ -158,6 +161,7 @@ def _which_write(candidates: Sequence[fx.Node], run: _Run) -> dict[fx.Node, bool
         if run.may_write(node, inside):
             found[node] = False
     found.update((outer, True) for inner, outer in put_back.items() if inner in found)
+    found.update((node, True) for node in found if node.target in _COPIES)
     return {node: found[node] for node in candidates if node in found}
 
 
@@ -171,7 +175,8 @@ def _computed(instructions: Sequence[Instruction]) -> Iterator[fx.Node]:
 
 def _base(node: fx.Node) -> fx.Node | None:
     """The operand that an operation copies, and writes to."""
-    known = node.target in _PARTS or node.target in _TWINS
+    copies = node.target in _COPIES and not node.kwargs
+    known = copies or node.target in _PARTS or node.target in _TWINS
     base = node.args[0] if known and node.args else None
     if not isinstance(base, fx.Node) or (node.target in _BROADCAST and _shape(node) != _shape(base)):
         return None
@@ -194,6 +199,28 @@ def _put_back(outer: fx.Node) -> fx.Node | None:
         return None
     there = (outer.args[0], *outer.args[2:]), outer.kwargs
     return inner if (tuple(part.args), part.kwargs) == there else None
+
+
+def _reads_another_part(node: fx.Node) -> bool:
+    """Whether a write copies from a part of its base to another, as ``y[0] = y[1]`` does."""
+    base, part = node.args[0], node.args[1]
+    while isinstance(part, fx.Node) and is_view(part) and part.args[0] is not base:
+        part = part.args[0]
+    if not isinstance(part, fx.Node) or not is_view(part):
+        return False
+    (dim, read), (other, written) = _along(part, part.args[1:]), _along(node, node.args[2:])
+    return dim is not None and dim == other and (read.stop <= written.start or written.stop <= read.start)
+
+
+def _along(node: fx.Node, at: Sequence[Any]) -> tuple[int | None, range]:
+    """The dim along which a part is taken, and its indices there; None if these are not known."""
+    selects = node.target in (aten.select.int, aten.select_scatter.default)
+    slices = node.target in (aten.slice.Tensor, aten.slice_scatter.default)
+    if selects and min(at) >= 0:
+        return at[0], range(at[1], at[1] + 1)
+    if slices and len(at) > 2 and all(isinstance(x, int) and x >= 0 for x in at[:3]):
+        return at[0], range(at[1], at[2])
+    return None, range(0)
 
 
 # -- lifetimes -------------------------------------------------------------------------------------
@@ -294,6 +321,7 @@ class _Run(StorageRun):
             base = values.pop(node.all_input_nodes[0])  # the first operand
             others = list(values.values())
             shared = not set(_storages_in(base)).isdisjoint(_storages_in(StorageGroup(others)))
+            shared = shared and not _reads_another_part(node)
             self.tries[node].append(_Try(at, base, shared))
         used = list(dict.fromkeys(_storages_in(StorageGroup(list(operands)))))
         self._read(used, at, node)

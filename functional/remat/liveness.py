@@ -8,7 +8,7 @@ fake tensors for the sizes of its values and for what shares memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import fx
 
 from torchard.functional.execution.donated import donated_inputs
 from torchard.functional.execution.observed import observed
-from torchard.functional.execution.reinplacing import reinplaced
+from torchard.functional.execution.reinplacing import Reinplaced, reinplaced
 from torchard.functional.execution.sequencing import instructions_of
 from torchard.functional.execution.storages import Fresh, Liveness, Results, alive
 from torchard.functional.programs.graphs import bytes_of
@@ -38,6 +38,7 @@ __all__ = [
     "order_of",
     "peak_of",
     "storage_key",
+    "writes_of",
 ]
 
 
@@ -111,14 +112,25 @@ def liveness(program: Program) -> Liveness:
     """
     if is_joint(program):
         program = with_loop_residuals(program)
+    runs, inputs = _what_runs(program), program.placeholders
+    return alive(runs.instructions, inputs, donated_inputs(program), _declared(program))
+
+
+def writes_of(program: Program) -> Mapping[fx.Node, bool]:
+    """The operations that write to their base, each with whether its value already lies there."""
+    return _what_runs(program).nodes
+
+
+def _what_runs(program: Program) -> Reinplaced:
     inputs = program.placeholders
     order = [*inputs, *order_of(program), program.graph.output_node()]
     forward = set(halves_of(program)[0]) if is_joint(program) else None
-    donated = donated_inputs(program)
-    runs = reinplaced(
-        instructions_of(order), inputs, donated, lambda node: forward is None or node in forward
+    return reinplaced(
+        instructions_of(order),
+        inputs,
+        donated_inputs(program),
+        lambda node: forward is None or node in forward,
     )
-    return alive(runs.instructions, inputs, donated, _declared(program))
 
 
 def _declared(program: Program) -> Results:

@@ -18,6 +18,7 @@ from torchard.functional.programs.flops import flops
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import AxisWork, Work
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
+from torchard.functional.remat.liveness import writes_of
 from torchard.functional.reports.work import bytes_touched
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.manual.manual_collectives import move_of
@@ -46,14 +47,14 @@ class Operation:
 
 def mesh_work(program: Program, mesh: Mesh) -> Work:
     """The work of an SPMD program."""
-    operations = list(operations_of(program.graph, mesh))
+    operations, writes = list(operations_of(program.graph, mesh)), writes_of(program)
     done = [flops(o.whole) * o.copies for o in operations]
-    touched = [bytes_touched(o.whole) * o.copies for o in operations]
+    touched = [bytes_touched(o.whole, writes.get(o.whole)) * o.copies for o in operations]
     return Work(
         flops=sum(done),
         bytes=sum(touched),
-        rank_flops=_busiest(operations, flops),
-        rank_bytes=_busiest(operations, bytes_touched),
+        rank_flops=_busiest(operations, lambda o: flops(o.local)),
+        rank_bytes=_busiest(operations, lambda o: bytes_touched(o.local, writes.get(o.whole))),
         axes=tuple(
             AxisWork(axis, size, _part(done, operations, axis), _part(touched, operations, axis))
             for axis, size in mesh.shape.items()
@@ -61,11 +62,11 @@ def mesh_work(program: Program, mesh: Mesh) -> Work:
     )
 
 
-def _busiest(operations: Sequence[Operation], cost: Callable[[fx.Node], int]) -> int:
+def _busiest(operations: Sequence[Operation], cost: Callable[[Operation], int]) -> int:
     """The cost of the busiest rank's operations."""
     at: Counter[tuple[tuple[str, int], ...]] = Counter()
     for operation in operations:
-        at[operation.home] += cost(operation.local)
+        at[operation.home] += cost(operation)
     everywhere = at.pop((), 0)
     return everywhere + max(at.values(), default=0)
 

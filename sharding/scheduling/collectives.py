@@ -75,6 +75,8 @@ STEPS: dict[type[CollectiveOp], Callable[..., torch.Tensor]] = {
     LocalSlice: take_slice,
     Send: send,
 }
+for _step in STEPS.values():
+    _step.namespace = "torchard"  # type: ignore[attr-defined]  # which says that it keeps no operands
 
 
 @dataclass(frozen=True)
