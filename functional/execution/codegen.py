@@ -237,8 +237,11 @@ def _texts(instruction: Instruction, names: dict[str, Any]) -> Iterator[str]:
             yield f"{', '.join(slots)}{comma} = {', '.join(sources)}{comma}"
         case Drop(slots):
             yield f"del {', '.join(slots)}"
-        case Return(values, slots):
-            yield f"return {_argument(list(values), slots, names)}"
+        case Return(values, slots, alone):
+            results = [_argument(value, slots, names) for value in values]
+            for i in alone:
+                results[i] = f"{_constant(internals.without_base, names, 'f')}({results[i]})"
+            yield f"return [{', '.join(results)}]"
 
 
 def _argument(value: Any, slots: SlotNames, names: dict[str, Any]) -> str:

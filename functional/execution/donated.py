@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -60,8 +61,9 @@ class Owned:
         """
         if internals.has_transforms() or internals.forward_ad_active():
             return None
-        followed = torch.is_grad_enabled()
-        if any((followed and x.requires_grad) or internals.is_legacy_batched(x) for x in args):
+        if torch.is_grad_enabled() and any(map(_requires_grad, args)):
+            return None
+        if any(map(internals.is_legacy_batched, args)):
             return None
         if not self.written:
             return args
@@ -70,6 +72,9 @@ class Owned:
         parts = args if isinstance(args, list) else list(args)
         own(parts, self.written)
         return parts
+
+
+_requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 
 def _is_plain(x: torch.Tensor) -> bool:

@@ -230,10 +230,16 @@ class Shifted(Instruction):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Return(Instruction):
-    """Return values, and what is none as it is."""
+    """Return values, and what is none as it is.
+
+    Attributes:
+        alone: the positions of values that, if they are views, are returned without the tensors that
+            they are views of: only so does their memory have one owner, and can be donated again.
+    """
 
     values: Sequence[object]
     slots: SlotNames
+    alone: Sequence[int] = ()
 
 
 def executed(

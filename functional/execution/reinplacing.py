@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from torchard.functional.execution.instructions import (
     Compute,
     For,
     Instruction,
+    Return,
     Shifted,
     When,
     Write,
@@ -145,8 +147,9 @@ def reinplaced(
     run = _Run(inputs, donated, half_of, set(candidates))
     run.all(instructions)
     nodes = _which_write(candidates, run)
+    alone = run.alone() if donated else []
     taken = [i for i in donated if run.is_written(i, nodes)]
-    return Reinplaced(_rewritten(instructions, nodes), nodes, taken)
+    return Reinplaced(_rewritten(instructions, nodes, alone), nodes, taken)
 
 
 def _which_write(candidates: Sequence[fx.Node], run: _Run) -> dict[fx.Node, bool]:
@@ -273,6 +276,7 @@ class _Run(StorageRun):
         self.known: dict[Allocation, _Known] = {}
         self.tries: dict[fx.Node, list[_Try]] = {node: [] for node in candidates}
         self.arguments: list[Allocation] = []
+        self.returned: list[list[Allocation]] = []
 
     def may_write(self, node: fx.Node, inside: Collection[fx.Node]) -> bool:
         """Whether a candidate may write, in each execution.
@@ -369,7 +373,18 @@ class _Run(StorageRun):
             into.items = [_Part([new, *storages]) if reader.target is total else new]
 
     def _return(self, value: Any) -> None:
-        self._read(_storages_in(value), sys.maxsize, None)
+        storages = list(_storages_in(value))
+        self._read(storages, sys.maxsize, None)
+        self.returned.append(storages)
+
+    def alone(self) -> list[int]:
+        """The results that are all that is returned of some memory of the program's own."""
+        counts = Counter(storage for storages in self.returned for storage in storages)
+        return [
+            i
+            for i, storages in enumerate(self.returned)
+            if storages and all(self.known[x].owned and counts[x] == 1 for x in storages)
+        ]
 
 
 class _Issued(_Part):
@@ -398,15 +413,17 @@ def _namespace(node: fx.Node) -> str:
 
 
 def _rewritten(
-    instructions: Sequence[Instruction], nodes: Mapping[fx.Node, bool]
+    instructions: Sequence[Instruction], nodes: Mapping[fx.Node, bool], alone: Sequence[int]
 ) -> list[Instruction]:
-    return [_one(each, nodes) for each in instructions]
+    return [_one(each, nodes, alone) for each in instructions]
 
 
-def _one(each: Instruction, nodes: Mapping[fx.Node, bool]) -> Instruction:
+def _one(each: Instruction, nodes: Mapping[fx.Node, bool], alone: Sequence[int]) -> Instruction:
     match each:
         case For() | When() | Shifted():
-            return replace(each, body=_rewritten(each.body, nodes))
+            return replace(each, body=_rewritten(each.body, nodes, alone))
+        case Return():
+            return replace(each, alone=alone)
         case Compute(node, slot, slots) if node in nodes:
             base: Any = node.args[0]
             if nodes[node]:

@@ -199,8 +199,7 @@ class StorageRun:
                     self._set(slot, value)
             case Return(values, of):
                 for value in values:
-                    if isinstance(value, fx.Node):
-                        self._return(slots[of[value]])
+                    self._return(slots[of[value]] if isinstance(value, fx.Node) else None)
 
     def _inputs(self, names: Sequence[str]) -> None:
         for number, (node, slot) in enumerate(zip(self.inputs, names, strict=True)):

@@ -131,6 +131,15 @@ class Recorder:
         row: torch.Tensor = self.call(aten.select.int, self.here, stacked, 0, i)
         return row
 
+    def without_base(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor that is no view for autograd."""
+        if value.is_inference() or value._base is None:
+            return value
+        with self.fakes:
+            alone = value.as_strided(value.shape, value.stride(), value.storage_offset())
+        self.steps.append(Step(internals.without_base, (value,), {}, (alone,), False, self.here))
+        return alone
+
     @property
     def here(self) -> Label:
         """The label of the last call."""
@@ -238,8 +247,10 @@ class _Run:
             case Drop(slots):
                 for slot in slots:
                     del held[slot]
-            case Return(values, slots):
+            case Return(values, slots, alone):
                 self.outputs = self._values(list(values), slots)
+                for at in alone:
+                    self.outputs[at] = self.recorder.without_base(self.outputs[at])
 
     def _write(self, instruction: Write, i: int | None) -> None:
         label = instruction.label

@@ -37,6 +37,7 @@ __all__ = [
     "unseen_storage_id",
     "valueless",
     "version",
+    "without_base",
 ]
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -85,15 +86,9 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-def is_legacy_batched(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of torch's older vmap, as autograd's is_grads_batched uses it.
-
-    No version of torch lists its levels; where one cannot tell, none is.
-    """
-    return bool(_is_legacy(tensor))
-
-
-_is_legacy: Callable[[torch.Tensor], bool] = getattr(
+# Whether a tensor is one of torch's older vmap, as autograd's is_grads_batched uses it. No version of
+# torch lists its levels; where one cannot tell, none is.
+is_legacy_batched: Callable[[torch.Tensor], bool] = getattr(
     torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
 )
 
@@ -142,6 +137,13 @@ def _in_memory_of(
 in_memory_of: Callable[..., torch.Tensor] = getattr(
     torch._C._dynamo.guards, "_reinterpret_tensor", _in_memory_of
 )
+
+
+def without_base(x: torch.Tensor) -> torch.Tensor:
+    """The same tensor, but no view for autograd, which would hold the tensor that it is a view of."""
+    if not x._is_view() or x.is_conj() or x.is_neg():
+        return x
+    return in_memory_of(x, x.shape, x.stride(), 0)
 
 
 # -- operators: classes, schemas, decompositions ---------------------------------------------------
