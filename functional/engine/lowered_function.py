@@ -197,7 +197,10 @@ class LoweredFunction:
         def run(parts: Parts) -> list[torch.Tensor]:
             if self.inline and (state := active()) is not None:
                 state.constants.update(map(id, constants))
-            return bound([*parts, *constants])
+            given = [*parts, *constants]
+            if isinstance(parts, list):
+                parts.clear()  # as what is bound does: nothing else may hold what is donated
+            return bound(given)
 
         return run
 

@@ -20,36 +20,34 @@ scattered, back to where it lies in ``y``.
 
 from __future__ import annotations
 
-import operator
-import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
-from torchard.functional import torch_internals as internals
 from torchard.functional.execution.instructions import (
     Assign,
     Compute,
     For,
+    Get,
     Instruction,
+    New,
+    Put,
+    Read,
     Return,
     Shifted,
+    SlotNames,
     When,
     Write,
 )
-from torchard.functional.execution.storages import Allocation, Fresh, StorageGroup, StorageRun
-from torchard.functional.programs.markers import total
-from torchard.functional.programs.tags import LOOP, SHAPE, STAGE, VAL
-from torchard.functional.programs.views import is_dense, is_view
-from torchard.functional.torch_internals.operators import COLLECTIVES, aten
+from torchard.functional.execution.reads import HalfOf, Part, Reads, Use, storages_in
+from torchard.functional.programs.markers import row
+from torchard.functional.programs.tags import LOOP, SHAPE, VAL
+from torchard.functional.programs.views import is_view
+from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["Reinplaced", "reinplaced"]
-
-HalfOf = Callable[[fx.Node], Any]
 
 # Operator -> the view of its first operand to which it copies its second one.
 _PARTS: dict[Any, Any] = {
@@ -90,30 +88,6 @@ _BROADCAST = (
     aten.masked_scatter.default,
 )
 
-# Views of all elements: what is written to one is as good as written to its base.
-_WHOLE: frozenset[Any] = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten._reshape_alias.default,
-        aten.reshape.default,
-        aten.contiguous.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-    }
-)
-
-# Operators of these namespaces keep none of their operands once they are awaited.
-_KEEP_NOTHING = ("aten", "prims", "torchard", "torchard_kernels", "inductor", COLLECTIVES)
-
-
 class Reinplaced(NamedTuple):
     """Instructions with writes.
 
@@ -141,39 +115,64 @@ def reinplaced(
         half_of: the half of a joint program that a node is in: each has a list of its own, whose inputs
             are not written.
     """
-    candidates = [node for node in _computed(instructions) if _base(node) is not None]
+    candidates = [
+        each.node
+        for each in _within(instructions)
+        if isinstance(each, Compute) and _base(each.node) is not None
+    ]
     if not candidates:
         return Reinplaced(instructions)
-    run = _Run(inputs, donated, half_of, set(candidates))
-    run.all(instructions)
-    nodes = _which_write(candidates, run)
-    alone = run.alone() if donated else []
-    taken = [i for i in donated if run.is_written(i, nodes)]
-    return Reinplaced(_rewritten(instructions, nodes, alone), nodes, taken)
+    reads = Reads(inputs, donated, half_of, candidates)
+    reads.all(instructions)
+    nodes = _which_write(candidates, reads)
+    stacks = _written_stacks(nodes, reads)
+    changed = _Rewriting(nodes, stacks, reads.alone() if donated else []).all(instructions)
+    taken = [i for i in donated if reads.is_written(i, nodes)]
+    return Reinplaced(changed, {**nodes, **dict.fromkeys(stacks, True)}, taken)
 
 
-def _which_write(candidates: Sequence[fx.Node], run: _Run) -> dict[fx.Node, bool]:
+def _which_write(candidates: Sequence[fx.Node], reads: Reads) -> dict[fx.Node, bool]:
     """The candidates that write, each with whether its value already lies in its base."""
     put_back = {inner: outer for outer in candidates if (inner := _put_back(outer)) is not None}
     found: dict[fx.Node, bool] = {}
     for node in reversed(candidates):
         inside, outer = {node}, put_back.get(node)
-        while outer is not None and outer in found:
+        while outer is not None and outer in found:  # which only put the result back to where it lies
             inside.add(outer)
             outer = put_back.get(outer)
-        if run.may_write(node, inside):
-            found[node] = False
+        if all(_may_write(node, use, inside, reads) for use in reads.uses[node]):
+            found[node] = node.target in _COPIES
     found.update((outer, True) for inner, outer in put_back.items() if inner in found)
-    found.update((node, True) for node in found if node.target in _COPIES)
     return {node: found[node] for node in candidates if node in found}
 
 
-def _computed(instructions: Sequence[Instruction]) -> Iterator[fx.Node]:
-    for each in instructions:
-        if isinstance(each, (For, When, Shifted)):
-            yield from _computed(each.body)
-        elif isinstance(each, Compute):
-            yield each.node
+def _may_write(node: fx.Node, use: Use, inside: Collection[fx.Node], reads: Reads) -> bool:
+    storages = list(storages_in(use.base))
+    if len(storages) != 1 or (use.shared and not _reads_another_part(node)):
+        return False
+    known = reads.known[storages[0]]
+    # Copies of a base with gaps have the strides of the base only if a part is written.
+    alike = not isinstance(use.base, Part) and (known.dense or node.target in _PARTS)
+    dead = reads.after(storages[0], use.at).issubset(inside)
+    same_half = known.half == reads.half_of(node)
+    return known.owned and dead and same_half and (alike or len(inside) > 1)
+
+
+def _written_stacks(nodes: Mapping[fx.Node, bool], reads: Reads) -> dict[fx.Node, fx.Node]:
+    """By reader of a loop's stacked values: the stack in whose rows the values were written."""
+    bases = {_base(node) for node in nodes}
+    found: dict[fx.Node, fx.Node] = {}
+    for reader in reads.collected:
+        value, count, *others = reader.args
+        source: Any = value
+        while source in nodes:
+            source = _base(source)
+        if source is value or source.target is not row or value in bases or others:
+            continue
+        loop, (stack,) = LOOP.of(source), source.all_input_nodes
+        if (loop.first, loop.count) == (0, count) and stack not in found.values():
+            found[reader] = stack
+    return found
 
 
 def _base(node: fx.Node) -> fx.Node | None:
@@ -226,209 +225,75 @@ def _along(node: fx.Node, at: Sequence[Any]) -> tuple[int | None, range]:
     return None, range(0)
 
 
-# -- lifetimes -------------------------------------------------------------------------------------
+# -- instructions ----------------------------------------------------------------------------------
 
 
-class _Part(StorageGroup):
-    """A view of a part of a storage, or what may be a view of some storages."""
+class _Rewriting:
+    """Replaces instructions.
 
-
-@dataclass
-class _Known:
-    """What is known of a storage.
-
-    Attributes:
-        half: the half of the program that allocates it.
-        owned: whether the program may write to it at all.
-        dense: whether its first tensor has no gaps.
-        reads: the events at which it is read, each with the node.
-    """
-
-    half: Any
-    owned: bool
-    dense: bool
-    reads: list[tuple[int, fx.Node | None]] = field(default_factory=list)
-
-
-class _Try(NamedTuple):
-    """One execution of a candidate: its event, its base's value, and whether another operand is there."""
-
-    at: int
-    base: Any
-    shared: bool
-
-
-class _Run(StorageRun):
-    """A run that notes what reads storages, and when.
-
-    A value is an `Allocation` if it is all of one, else a `_Part` of those that it may be a part of.
+    Args:
+        nodes: the operations that write, each with whether its value already lies in its base.
+        stacks: by reader of stacked values, the stack in which they lie.
+        alone: the positions of the results that own their memory.
     """
 
     def __init__(
         self,
-        inputs: Sequence[fx.Node],
-        donated: Collection[int],
-        half_of: HalfOf,
-        candidates: Collection[fx.Node],
+        nodes: Mapping[fx.Node, bool],
+        stacks: Mapping[fx.Node, fx.Node],
+        alone: Sequence[int],
     ) -> None:
-        super().__init__(inputs, donated, lambda node: Fresh(None, 0))
-        self.half_of = half_of
-        self.known: dict[Allocation, _Known] = {}
-        self.tries: dict[fx.Node, list[_Try]] = {node: [] for node in candidates}
-        self.arguments: list[Allocation] = []
-        self.returned: list[list[Allocation]] = []
+        self.nodes, self.stacks, self.alone = nodes, stacks, alone
+        self.collectors: dict[str, str] = {}  # the slots of stacks, by those of their readers' rows
 
-    def may_write(self, node: fx.Node, inside: Collection[fx.Node]) -> bool:
-        """Whether a candidate may write, in each execution.
+    def all(self, instructions: Sequence[Instruction]) -> list[Instruction]:
+        """The instructions with what replaces them."""
+        if self.stacks:
+            self._find_collectors(instructions)
+        return [new for each in instructions for new in self._one(each)]
 
-        Args:
-            inside: the node, and the writes after it that only put its result back to where it lies.
-        """
-        return all(self._may_write(node, one, inside) for one in self.tries[node])
+    def _find_collectors(self, instructions: Sequence[Instruction]) -> None:
+        bodies = list(_within(instructions))
+        slots = {
+            each.node.all_input_nodes[0]: each.source
+            for each in bodies
+            if isinstance(each, Read) and each.node is not None and each.how == "row"
+        }
+        for each in bodies:
+            stack = self.stacks.get(each.node) if isinstance(each, Put) and each.node else None
+            if isinstance(each, Put) and stack is not None and not each.listed:
+                self.collectors[each.slot] = slots[stack]
 
-    def _may_write(self, node: fx.Node, one: _Try, inside: Collection[fx.Node]) -> bool:
-        storages = list(_storages_in(one.base))
-        if one.shared or len(storages) != 1:
-            return False
-        known = self.known[storages[0]]
-        # Copies of a base with gaps have the strides of the base only if a part is written.
-        alike = len(inside) > 1 or (
-            isinstance(one.base, Allocation) and (known.dense or node.target in _PARTS)
-        )
-        same_half = known.half == self.half_of(node)
-        later = {reader for at, reader in known.reads if at > one.at}
-        return known.owned and alike and same_half and later.issubset(inside)
+    def _one(self, each: Instruction) -> Iterator[Instruction]:
+        match each:
+            case For() | When() | Shifted():
+                yield replace(each, body=self.all(each.body))
+            case Return():
+                yield replace(each, alone=self.alone)
+            case New(slot) if slot in self.collectors:
+                yield Assign(None, [slot], [self.collectors[slot]])
+            case Put(_, slot) if slot in self.collectors:
+                pass
+            case Get(node, slot, source) if source in self.collectors:
+                yield Assign(node, [slot], [source])
+            case Compute(node, slot, slots) if node in self.nodes:
+                yield self._write(node, slot, slots)
+            case _:
+                yield each
 
-    def is_written(self, position: int, nodes: Iterable[fx.Node]) -> bool:
-        """Whether one of these nodes writes to an input."""
-        given = self.arguments[position]
-        return any(given in _storages_in(one.base) for node in nodes for one in self.tries[node])
-
-    # -- what runs ----------------------------------------------------------------------------------
-
-    def _inputs(self, names: Sequence[str]) -> None:
-        super()._inputs(names)
-        for number, (node, slot) in enumerate(zip(self.inputs, names, strict=True)):
-            value = VAL.get(node)
-            dense = is_dense(value) if isinstance(value, torch.Tensor) else number in self.donated
-            owned = number in self.donated and dense
-            self.arguments.append(self.slots[slot])
-            self.known[self.slots[slot]] = _Known(self.half_of(node), owned, dense)
-
-    def computed(self, node: fx.Node, operands: Any, i: int | None) -> Any:
-        """What an operation returns: memory of its own, or what may be views of its operands."""
-        operands = operands.items if isinstance(operands, StorageGroup) else operands
-        values = dict(zip(node.all_input_nodes, operands, strict=True))
-        at = len(self.live.order)
-        self.live.order.append(node)
-        if node in self.tries:
-            base = values.pop(node.all_input_nodes[0])  # the first operand
-            others = list(values.values())
-            shared = not set(_storages_in(base)).isdisjoint(_storages_in(StorageGroup(others)))
-            shared = shared and not _reads_another_part(node)
-            self.tries[node].append(_Try(at, base, shared))
-        used = list(dict.fromkeys(_storages_in(StorageGroup(list(operands)))))
-        self._read(used, at, node)
-        if _namespace(node) not in _KEEP_NOTHING:
-            self._read(used, sys.maxsize, None)
-        return self._result(node, operands, used, i)
-
-    def _result(
-        self, node: fx.Node, operands: Sequence[Any], used: list[Allocation], i: int | None
-    ) -> Any:
-        if node.target in _WHOLE:
-            return operands[0]
-        if STAGE.get(node) == "wait" and isinstance(operands[0], _Issued):
-            return operands[0].items[0]
-        if internals.makes_new_memory(node.target):
-            dense = node.target not in _PARTS or any(self.known[x].dense for x in used[:1])
-            return _items(node, lambda k: self._new(node, k, i, True, dense))
-        if STAGE.get(node) == "issue" and not internals.is_mutable(node.target):
-            return _Issued([self._new(node, 0, i, False, False), *used])
-        unknown = [] if is_view(node) else [self._new(node, 0, i, False, False)]
-        part = _Part([*used, *unknown])
-        return _items(node, lambda _: part)
-
-    def _new(self, node: fx.Node, item: int, i: int | None, owned: bool, dense: bool) -> Allocation:
-        new = self._allocated(node, item, Fresh(None, 0), len(self.live.order) - 1, i)
-        value = VAL.get(node)
-        dense = is_dense(value) if isinstance(value, torch.Tensor) else dense
-        self.known[new] = _Known(self.half_of(node), owned, dense)
-        return new
-
-    def _read(self, storages: Iterable[Allocation], at: int, node: fx.Node | None) -> None:
-        for storage in storages:
-            self.known[storage].reads.append((at, node))
-
-    def _row(self, stack: Any) -> Any:
-        return _Part(list(_storages_in(stack)))
-
-    def _collect(self, reader: fx.Node | None, into: StorageGroup, value: Any) -> None:
-        """Rows are copied; a sum begins in the first value's memory."""
-        assert reader is not None
-        storages = list(_storages_in(value))
-        self._read(storages, len(self.live.order), None)
-        if not into.items:
-            new = self._new(reader, 0, None, reader.target is not total, True)
-            into.items = [_Part([new, *storages]) if reader.target is total else new]
-
-    def _return(self, value: Any) -> None:
-        storages = list(_storages_in(value))
-        self._read(storages, sys.maxsize, None)
-        self.returned.append(storages)
-
-    def alone(self) -> list[int]:
-        """The results that are all that is returned of some memory of the program's own."""
-        counts = Counter(storage for storages in self.returned for storage in storages)
-        return [
-            i
-            for i, storages in enumerate(self.returned)
-            if storages and all(self.known[x].owned and counts[x] == 1 for x in storages)
-        ]
+    def _write(self, node: fx.Node, slot: str, slots: SlotNames) -> Instruction:
+        base = _base(node)
+        assert base is not None
+        if self.nodes[node]:
+            return Assign(node, [slot], [slots[base]])
+        part = _PARTS.get(node.target)
+        write = aten.copy_.default if part is not None else _TWINS[node.target]
+        return Write(node, slot, slots, write, part)
 
 
-class _Issued(_Part):
-    """The result of a collective under way, and after it what the collective uses."""
-
-
-def _storages_in(value: Any) -> Iterator[Allocation]:
-    if isinstance(value, Allocation):
-        yield value
-    elif isinstance(value, StorageGroup):
-        for each in value.items:
-            yield from _storages_in(each)
-
-
-def _items(node: fx.Node, one: Callable[[int], Any]) -> Any:
-    """The value of a node, or of each item of its tuple."""
-    items = [int(str(user.args[1])) for user in node.users if user.target is operator.getitem]
-    return StorageGroup([one(k) for k in range(max(items) + 1)]) if items else one(0)
-
-
-def _namespace(node: fx.Node) -> str:
-    return str(getattr(node.target, "namespace", ""))
-
-
-# -- instructions ----------------------------------------------------------------------------------
-
-
-def _rewritten(
-    instructions: Sequence[Instruction], nodes: Mapping[fx.Node, bool], alone: Sequence[int]
-) -> list[Instruction]:
-    return [_one(each, nodes, alone) for each in instructions]
-
-
-def _one(each: Instruction, nodes: Mapping[fx.Node, bool], alone: Sequence[int]) -> Instruction:
-    match each:
-        case For() | When() | Shifted():
-            return replace(each, body=_rewritten(each.body, nodes, alone))
-        case Return():
-            return replace(each, alone=alone)
-        case Compute(node, slot, slots) if node in nodes:
-            base: Any = node.args[0]
-            if nodes[node]:
-                return Assign(node, [slot], [slots[base]])
-            part = _PARTS.get(node.target)
-            write = aten.copy_.default if part is not None else _TWINS[node.target]
-            return Write(node, slot, slots, write, part)
-    return each
+def _within(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """All instructions, those of bodies included."""
+    for each in instructions:
+        yield each
+        if isinstance(each, (For, When, Shifted)):
+            yield from _within(each.body)

@@ -181,7 +181,7 @@ class StorageRun:
             case Read(_, slot, source, index, how):
                 index = i if index is None else index
                 held = slots[source]
-                self._set(slot, self._row(held) if how == "row" else held.items[index])
+                self._set(slot, self._row(held, index) if how == "row" else held.items[index])
                 if how == "out":
                     self._replace(slots[source], index, None)
             case New(slot, kind, count):
@@ -189,7 +189,7 @@ class StorageRun:
             case Put(node, slot, source, listed, only):
                 value = None if source is None else slots[source]
                 if not listed:
-                    self._collect(node, slots[slot], value)
+                    self._collect(node, slots[slot], value, i)
                 elif not only or i in only:
                     self._replace(slots[slot], i, value)
             case Get(_, slot, source):
@@ -208,7 +208,7 @@ class StorageRun:
             storage.references += number not in self.donated
             self._set(slot, storage)
 
-    def _row(self, stack: Any) -> Any:
+    def _row(self, stack: Any, index: int) -> Any:
         """A row of a stack."""
         return stack
 
@@ -263,8 +263,8 @@ class StorageRun:
         self.live.allocations.append(allocation)
         return allocation
 
-    def _collect(self, reader: fx.Node | None, into: _Collected, value: Any) -> None:
-        """Add a value: rows are in a buffer, and a sum is from its second term on."""
+    def _collect(self, reader: fx.Node | None, into: _Collected, value: Any, i: Any) -> None:
+        """Add a value of row i: rows are in a buffer, and a sum is from its second term on."""
         assert reader is not None
         if reader.target is total and not into.items:
             into.items.append(None)

@@ -1,0 +1,293 @@
+"""Writes in place: which ones are made, that values stay the same, and that nobody else sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.profiler import ProfilerActivity, profile
+
+from torchard import jit, repeat, trace
+from torchard.functional.execution.codegen import compiled
+from torchard.functional.execution.donated import donated_parts
+from torchard.functional.execution.sequencing import what_runs
+
+Y = torch.arange(24.0).reshape(4, 6)
+X = torch.arange(1.0, 7.0)
+AT = torch.tensor([2])
+
+
+def counts(graph: fx.Graph, donated: list[int]) -> tuple[int, int]:
+    """How many operations write, and how many have their value there already."""
+    nodes = what_runs(graph, donated).nodes
+    return sum(not there for there in nodes.values()), sum(nodes.values())
+
+
+def zeros(y: Tensor, x: Tensor) -> Tensor:
+    z = torch.zeros_like(y)
+    z[0] = x
+    z[1, 2:4] = 1
+    z[:, 5] += 3
+    return z
+
+
+def nested(y: Tensor, x: Tensor) -> Tensor:
+    y = y * 2
+    y.view(2, 2, 6)[1][0][2:4] = x[:2]
+    return y
+
+
+def old_is_read(y: Tensor, x: Tensor) -> Tensor:
+    y = y * 2
+    return y.select_scatter(x, 0, 1) + y
+
+
+def view_is_read(y: Tensor, x: Tensor) -> Tensor:
+    y = y * 2
+    t = y.t()
+    return y.select_scatter(x, 0, 1) + t.sum()
+
+
+def old_is_returned(y: Tensor, x: Tensor) -> list[Tensor]:
+    y = y * 2
+    return [y, y.select_scatter(x, 0, 1)]
+
+
+def part_is_returned(y: Tensor, x: Tensor) -> list[Tensor]:
+    y = y * 2
+    return [y[1:], y.index_copy(0, AT, x[None])]
+
+
+def other_part(y: Tensor, x: Tensor) -> Tensor:
+    y = y * 2
+    y[0] = y[1]
+    y[2:4] = y[0:2]
+    return y
+
+
+def overlapping(y: Tensor, x: Tensor) -> Tensor:
+    y = y * 2
+    return y.slice_scatter(y[:-1], 0, 1)
+
+
+def with_gaps(y: Tensor, x: Tensor) -> Tensor:
+    y = (y * 2)[:, :3]
+    return y.index_copy(0, AT, x[None, :3])
+
+
+def expanded(y: Tensor, x: Tensor) -> Tensor:
+    return (x * 2).expand(4, 6).index_copy(0, AT, x[None])
+
+
+def transposed(y: Tensor, x: Tensor) -> Tensor:
+    return (y * 2).t().index_copy(1, AT, x[:, None]).t()
+
+
+def broadcast(y: Tensor, x: Tensor) -> Tensor:
+    return (x * 2).masked_fill(y > 5, 0.0)
+
+
+def two_writes(y: Tensor, x: Tensor) -> list[Tensor]:
+    y = y * 2
+    return [y.index_add(0, AT, x[None]), y.index_fill(1, AT, 7)]
+
+
+def clones(y: Tensor, x: Tensor) -> Tensor:
+    return (y * 2).clone().index_put((AT,), x)
+
+
+def of_an_argument(y: Tensor, x: Tensor) -> Tensor:
+    return y.index_put((AT,), x).scatter(0, AT[None], 1.0)
+
+
+def cleared(y: Tensor, x: Tensor) -> Tensor:
+    y = y.clone()
+    y[y > 10] = 0
+    y[torch.tensor([0, 1])] = x
+    return y
+
+
+# name: function, whether y is donated, operations that write, those whose value is there, copies
+CASES: dict[str, tuple[Callable[..., Any], bool, int, int]] = {
+    "fresh memory": (zeros, False, 3, 1),
+    "part of a part": (nested, False, 1, 2),
+    "the old value is read later": (old_is_read, False, 0, 0),
+    "a view of the old value is read later": (view_is_read, False, 0, 0),
+    "the old value is returned": (old_is_returned, False, 0, 0),
+    "a part of the old value is returned": (part_is_returned, False, 0, 0),
+    "from one part to another": (other_part, False, 2, 0),
+    "from an overlapping part": (overlapping, False, 0, 0),
+    "to memory with gaps": (with_gaps, False, 0, 0),
+    "to expanded memory": (expanded, False, 0, 0),
+    "through a transpose": (transposed, False, 1, 0),
+    "the result is larger": (broadcast, False, 0, 0),
+    "two writes to one value": (two_writes, False, 1, 0),
+    "a clone of what is dead": (clones, False, 1, 1),
+    "an argument is copied once": (of_an_argument, False, 1, 0),
+    "a donated argument is not": (of_an_argument, True, 2, 0),
+    "masks and indices": (cleared, False, 2, 0),
+    "masks and indices, donated": (cleared, True, 2, 1),
+}
+
+
+@pytest.mark.parametrize("memory", ["allocated", "planned"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written(name: str, memory: Any) -> None:
+    fn, donated, writes, there = CASES[name]
+    run = jit(fn, backend="eager", donate_argnums=0 if donated else (), memory=memory)
+    y, x = Y.clone(), X.clone()
+    program = run.lower(y, x)
+    assert counts(program.graph, donated_parts(program)) == (writes, there)
+    want, place = fn(Y, X), y.data_ptr()
+    have = run(y, x)
+    torch.testing.assert_close(have, want, rtol=0, atol=0)
+    assert torch.equal(x, X)
+    assert donated or torch.equal(y, Y)
+    if donated:
+        assert have.data_ptr() == place
+
+
+def rows(x: Tensor, count: int) -> Tensor:
+    y = torch.zeros(count, *x.shape)
+    for i in range(count):
+        y[i] = x + i
+    return y
+
+
+def test_bytes_are_linear_in_the_rows() -> None:
+    x = torch.zeros(1024)
+    row = 4 * 1024
+    for count in (8, 16):
+        program = jit(rows, backend="eager").lower(x, count)
+        # filled with zeros; x read and a sum written; that read and a row written
+        assert program.work.bytes == count * (row + 2 * row + 2 * row)
+        assert program.peak == row + count * row + row
+
+
+def allocated(run: Callable[[], Any]) -> list[int]:
+    """The sizes of what a call allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    sizes = (event.cpu_memory_usage for event in found.events() or [])
+    return [size for size in sizes if size > 0]
+
+
+@pytest.mark.parametrize("memory", ["allocated", "planned"])
+def test_a_donated_cache_is_never_copied(memory: Any) -> None:
+    def write(cache: Tensor, at: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        cache = cache.index_copy(1, at, x[:, None])
+        return cache, cache[:, 0].sum()
+
+    step = jit(write, backend="eager", donate_argnums=0, memory=memory)
+    cache = torch.zeros(4, 64, 8)
+    want, place = cache.clone(), cache.data_ptr()
+    for i in range(3):
+        at, x = torch.tensor([i]), torch.full((4, 8), i + 1.0)
+        held = [cache]
+        del cache
+        sizes = allocated(lambda: held.append(step(held.pop(), at, x)[0]))  # noqa: B023
+        (cache,) = held
+        want.index_copy_(1, at, x[:, None])
+        assert torch.equal(cache, want) and cache.data_ptr() == place
+        assert i == 0 or max(sizes) < cache.nbytes
+    assert step.lower(cache, at, x).peak < 1.5 * cache.nbytes
+
+
+@pytest.mark.parametrize("hold", [lambda y: y[0], lambda y: y.view(-1), lambda y: y.t()])
+def test_what_others_hold_of_a_donated_argument_is_not_written(hold: Callable[..., Any]) -> None:
+    step = jit(of_an_argument, backend="eager", donate_argnums=0)
+    for _ in range(2):
+        y = Y.clone()
+        held, before = hold(y), hold(y).clone()
+        have = step(y, X)
+        assert torch.equal(held, before)
+        assert torch.equal(have, of_an_argument(Y, X))
+
+
+def layer(params: Any, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    w, cache = params
+    cache = cache.index_copy(0, at, (x @ w)[None])
+    return x + cache.sum(0), cache
+
+
+def decoder(ws: Tensor, caches: Tensor, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    return repeat(layer, (ws, caches), x, at, collect=True)
+
+
+@pytest.mark.parametrize("memory", ["allocated", "planned"])
+def test_rows_of_a_stack_are_written_where_they_lie(memory: Any) -> None:
+    draw = torch.Generator().manual_seed(0)
+    ws = torch.randint(-1, 2, (5, 4, 4), generator=draw).double()
+    x, have = torch.ones(4).double(), torch.zeros(5, 8, 4).double()
+    step, want, place = jit(decoder, backend="eager", donate_argnums=1, memory=memory), have, None
+    for i in range(3):
+        at = torch.tensor([i])
+        one, want = decoder(ws, want, x, at)
+        two, have = step(ws, have, x, at)
+        assert torch.equal(one, two) and torch.equal(have, want)
+        assert place in (None, have.data_ptr())
+        place = have.data_ptr()
+    program = step.lower(ws, have, x, at)
+    assert counts(program.graph, [1]) == (1, 1)
+    assert program.peak < ws.nbytes + have.nbytes + 1000
+
+
+def test_rows_that_are_written_again_are_stacked_apart() -> None:
+    """The first values of a row are collected before the row is written again."""
+
+    def twice(params: Any, x: Tensor, at: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        w, cache = params
+        first = cache.index_copy(0, at, x[None])
+        return x @ w, (first, first.index_fill(0, at, 9))
+
+    def run(ws: Tensor, caches: Tensor, x: Tensor, at: Tensor) -> Any:
+        return repeat(twice, (ws, caches), x, at, collect=True)
+
+    args = torch.eye(3).repeat(5, 1, 1), torch.zeros(5, 4, 3), torch.ones(3), AT
+    have = jit(run, backend="eager", donate_argnums=1)(args[0], args[1].clone(), *args[2:])
+    torch.testing.assert_close(have, run(*args), rtol=0, atol=0)
+
+
+def carried(steps: Tensor, y: Tensor) -> Tensor:
+    """A buffer that iterations hand on, each with one row more."""
+    return repeat(lambda at, y: y.index_put((at,), y[0] + 1), steps, y * 1)
+
+
+def test_a_carry_is_written() -> None:
+    steps = torch.arange(1, 4)
+    program = jit(carried, backend="eager").lower(steps, Y)
+    assert counts(program.graph, []) == (1, 0)
+    assert torch.equal(jit(carried, backend="eager")(steps, Y), carried(steps, Y))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp", "grad", "is_grads_batched", "requires_grad"])
+def test_under_transforms_of_torch(transform: str) -> None:
+    """What a transform has to see is not written: a base has no batch, where a row may have one."""
+    graph = trace(zeros)(Y, X).graph
+    assert counts(graph, []) == (3, 1)
+    run = compiled(graph)
+
+    def fn(x: Tensor) -> Tensor:
+        return run((Y, x))[0]
+
+    xs = torch.stack([X, 2 * X])
+    want = torch.stack([zeros(Y, x) for x in xs])
+    if transform == "vmap":
+        assert torch.equal(torch.func.vmap(fn)(xs), want)
+    elif transform == "jvp":
+        value, tangent = torch.func.jvp(fn, (X,), (X,))
+        assert torch.equal(value, want[0]) and torch.equal(tangent[0], X)
+    elif transform == "grad":
+        assert torch.equal(torch.func.grad(lambda x: (fn(x)[0] * X).sum())(X), X)
+    elif transform == "is_grads_batched":
+        x = X.clone().requires_grad_()
+        y = x * 1
+        (grads,) = torch.autograd.grad(fn(y), x, torch.ones(2, 4, 6), is_grads_batched=True)
+        assert torch.equal(grads, torch.ones(2, 6))
+    else:
+        x = X.clone().requires_grad_()
+        (grad,) = torch.autograd.grad((fn(x) ** 2).sum(), x)
+        assert torch.equal(grad, torch.autograd.grad((zeros(Y, x) ** 2).sum(), x)[0])
