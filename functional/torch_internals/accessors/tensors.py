@@ -170,13 +170,23 @@ def is_mutable(target: Any) -> bool:
     return op_schema is not None and bool(op_schema.is_mutable)
 
 
+# Views that no schema marks as such.
+_UNMARKED_VIEWS = (
+    torch.ops.aten._unsafe_view,
+    torch.ops.aten.unsafe_split,
+    torch.ops.aten.unsafe_split_with_sizes,
+)
+
+
 @functools.cache
 def makes_new_memory(target: Any) -> bool:
     """Whether a target is one of torch's operators whose results always have memory of their own.
 
-    Not those that are composed of others: `dropout` may return its operand, which no schema says.
+    Not those that are composed of others, as `dropout`, which may return its operand.
     """
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    if target.overloadpacket in _UNMARKED_VIEWS:
         return False
     if target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return False
