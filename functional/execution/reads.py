@@ -176,7 +176,10 @@ class Reads(StorageRun):
             self._read(used, _NEVER, None)
         result = self._result(node, operands, used, i)
         if node in self.uses:
-            base, *others = operands
+            values = dict(zip(node.all_input_nodes, operands, strict=True))
+            others: list[Any] = []
+            fx.map_arg((node.args[1:], node.kwargs), lambda n: others.append(values[n]))
+            base = operands[0]
             memory, other = (set(map(self.all_of, storages_in(x))) for x in (base, StorageGroup(others)))
             self.uses[node].append(Use(at, base, result, not memory.isdisjoint(other)))
         return result

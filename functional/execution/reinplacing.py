@@ -42,7 +42,7 @@ from torchard.functional.execution.instructions import (
     Write,
 )
 from torchard.functional.execution.reads import HalfOf, Part, Reads, Use, storages_in
-from torchard.functional.programs.markers import row
+from torchard.functional.programs.markers import row, rows
 from torchard.functional.programs.tags import LOOP, SHAPE, VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
@@ -162,7 +162,7 @@ def _written_stacks(nodes: Mapping[fx.Node, bool], reads: Reads) -> dict[fx.Node
     """By reader of a loop's stacked values: the stack in whose rows the values were written."""
     bases = {_base(node) for node in nodes}
     found: dict[fx.Node, fx.Node] = {}
-    for reader in reads.collected:
+    for reader in (each for each in reads.collected if each.target is rows):
         value, count, *others = reader.args
         source: Any = value
         while source in nodes:

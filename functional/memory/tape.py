@@ -133,7 +133,7 @@ class Recorder:
 
     def without_base(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor that is no view for autograd."""
-        if value.is_inference() or value._base is None:
+        if not internals.is_view(value):
             return value
         with self.fakes:
             alone = value.as_strided(value.shape, value.stride(), value.storage_offset())

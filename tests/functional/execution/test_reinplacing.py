@@ -73,6 +73,11 @@ def overlapping(y: Tensor, x: Tensor) -> Tensor:
     return y.slice_scatter(y[:-1], 0, 1)
 
 
+def of_itself(y: Tensor, x: Tensor) -> Tensor:
+    x = x * 2
+    return x.index_add(0, torch.arange(5, -1, -1), x)
+
+
 def with_gaps(y: Tensor, x: Tensor) -> Tensor:
     y = (y * 2)[:, :3]
     return y.index_copy(0, AT, x[None, :3])
@@ -120,6 +125,7 @@ CASES: dict[str, tuple[Callable[..., Any], bool, int, int]] = {
     "a part of the old value is returned": (part_is_returned, False, 0, 0),
     "from one part to another": (other_part, False, 2, 0),
     "from an overlapping part": (overlapping, False, 0, 0),
+    "from itself": (of_itself, False, 0, 0),
     "to memory with gaps": (with_gaps, False, 0, 0),
     "to expanded memory": (expanded, False, 0, 0),
     "through a transpose": (transposed, False, 1, 0),
