@@ -74,7 +74,7 @@ class Lowered(Program):
     @property
     def work(self) -> Work:
         """FLOPs and bytes on one device and on the busiest rank, and how much each axis splits."""
-        return work_of(unrolled(self))
+        return work_of(self)
 
     @property
     def schedule(self) -> Any:

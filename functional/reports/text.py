@@ -24,6 +24,7 @@ from torchard.functional.programs.tags import (
     SOURCE,
     VAL,
 )
+from torchard.functional.remat.liveness import writes_of
 
 __all__ = ["program_text"]
 
@@ -76,10 +77,10 @@ _MARKS: tuple[Tag[Any], ...] = (PHASE, SCOPE, NAME, KERNEL, LAYOUT, COLLECTIVE)
 _FLAGS: tuple[Tag[Any], ...] = (RECOMPUTE, RESIDUAL, OFFLOAD, CUT)
 
 
-def _notes(node: fx.Node) -> list[str]:
+def _notes(node: fx.Node, written: bool) -> list[str]:
     said = [(tag.name, tag.get(node)) for tag in _MARKS]
     marks = [f"{name}={value}" for name, value in said if value not in (None, "forward")]
-    flags = [tag.name for tag in _FLAGS if tag.get(node)]
+    flags = [tag.name for tag in _FLAGS if tag.get(node)] + ["in place"] * written
     return [str(SOURCE.get(node) or ""), " ".join([*marks, *flags])]
 
 
@@ -98,14 +99,14 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def program_text(program: Program) -> str:
-    """A line for every node: its name, operation, shape, source line and tags."""
-    leaves, rows = iter(program.inputs), []
+    """A line for every node: its name, operation, shape, source line and tags; and if it is in place."""
+    leaves, rows, writes = iter(program.inputs), [], writes_of(program)
     for node in program.graph.nodes:
         shown = value_text(VAL.get(node))
         if node.op == "placeholder":
             rows.append([node.name, "", shown, "# " + _leaf(next(leaves)), ""])
         elif node.op == "call_function":
-            source, notes = _notes(node)
+            source, notes = _notes(node, node in writes)
             rows.append([node.name, "= " + _call(node), shown, "# " + source, notes])
     heads = _aligned(rows) if rows else []
     results = [

@@ -11,13 +11,15 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.flops import flops, op_name
+from torchard.functional.programs.loops import is_apart, times
+from torchard.functional.programs.markers import is_marker, listed, rows, total
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import Work
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.remat.liveness import writes_of
 
-__all__ = ["bytes_touched", "work_of"]
+__all__ = ["bytes_touched", "flops_of", "work_of"]
 
 
 def work_of(program: Program) -> Work:
@@ -26,13 +28,22 @@ def work_of(program: Program) -> Work:
     if over_mesh is not None:
         return over_mesh
     writes = writes_of(program)
-    done = sum(map(flops, program.calls))
+    done = sum(map(flops_of, program.calls))
     touched = sum(bytes_touched(node, writes.get(node)) for node in program.calls)
     return Work(done, touched, done, touched)
 
 
+def flops_of(node: fx.Node) -> int:
+    """FLOPs of an operation in all iterations."""
+    if node.target is total:
+        return (sum(map(times, node.all_input_nodes)) - 1) * _elements(node)
+    if node.target in (rows, listed) and not is_apart(node):
+        return _elements(node)
+    return times(node) * flops(node)
+
+
 def bytes_touched(node: fx.Node, written: bool | None = None) -> int:
-    """Bytes of an operation's operands and results; 0 for a view or an item of a tuple.
+    """Bytes of an operation's operands and results, in all iterations; 0 for views and items of tuples.
 
     Args:
         written: for a write to the first operand, whether its value already lies there: if not, the
@@ -40,11 +51,27 @@ def bytes_touched(node: fx.Node, written: bool | None = None) -> int:
     """
     if written or node.op != "call_function" or node.target is operator.getitem or is_view(node):
         return 0
+    if is_marker(node):
+        return _collected(node)
     values = [VAL.get(n) for n in node.all_input_nodes]
     if written is None:
-        return sum(map(_bytes, [*values, VAL.get(node)]))
+        return times(node) * sum(map(_bytes, [*values, VAL.get(node)]))
     base: torch.Tensor = VAL.of(node)
-    return sum(map(_bytes, values[1:])) + _elements_written(node) * base.element_size()
+    changed = _elements_written(node) * base.element_size()
+    return times(node) * (sum(map(_bytes, values[1:])) + changed)
+
+
+def _collected(node: fx.Node) -> int:
+    """The bytes read and written by what stacks or adds up the values of iterations."""
+    size = _bytes(VAL.get(node))
+    if node.target is total:
+        return 3 * size * (sum(map(times, node.all_input_nodes)) - 1)
+    return 2 * size if node.target in (rows, listed) and not is_apart(node) else 0
+
+
+def _elements(node: fx.Node) -> int:
+    value: Any = VAL.get(node)
+    return int(value.numel())
 
 
 def _elements_written(node: fx.Node) -> int:
@@ -55,6 +82,10 @@ def _elements_written(node: fx.Node) -> int:
     name = op_name(node)
     if name in ("aten.index_put", "aten._unsafe_index_put"):
         return _indexed(base, others[0])
+    if name == "aten.slice_scatter":
+        dim, start, end, step = (*others[1:], *(0, None, None, 1)[len(others) - 1 :])
+        places = range(base.shape[dim])[start:end:step]
+        return base.numel() // max(base.shape[dim], 1) * len(places)
     if name in ("aten.index_copy", "aten.index_add", "aten.index_reduce", "aten.index_fill"):
         dim, index, *_ = others
         return int(index.numel()) * (base.numel() // max(base.shape[dim] if base.ndim else 1, 1))
@@ -62,7 +93,7 @@ def _elements_written(node: fx.Node) -> int:
         return int(others[1].numel())
     if name.startswith("aten.masked") or name == "aten.copy":
         return base.numel()
-    return int(others[0].numel())  # of the value of a part, or the index of put
+    return int(others[0].numel())  # of a row's or a diagonal's value, or the index of put
 
 
 def _indexed(base: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> int:

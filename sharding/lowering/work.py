@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.flops import flops
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import AxisWork, Work
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
 from torchard.functional.remat.liveness import writes_of
-from torchard.functional.reports.work import bytes_touched
+from torchard.functional.reports.work import bytes_touched, flops_of
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.manual.manual_collectives import move_of
 from torchard.sharding.rules.blocks import MOVED_AS_BLOCKS
@@ -48,12 +47,12 @@ class Operation:
 def mesh_work(program: Program, mesh: Mesh) -> Work:
     """The work of an SPMD program."""
     operations, writes = list(operations_of(program.graph, mesh)), writes_of(program)
-    done = [flops(o.whole) * o.copies for o in operations]
+    done = [flops_of(o.whole) * o.copies for o in operations]
     touched = [bytes_touched(o.whole, writes.get(o.whole)) * o.copies for o in operations]
     return Work(
         flops=sum(done),
         bytes=sum(touched),
-        rank_flops=_busiest(operations, lambda o: flops(o.local)),
+        rank_flops=_busiest(operations, lambda o: flops_of(o.local)),
         rank_bytes=_busiest(operations, lambda o: bytes_touched(o.local, writes.get(o.whole))),
         axes=tuple(
             AxisWork(axis, size, _part(done, operations, axis), _part(touched, operations, axis))
@@ -81,9 +80,9 @@ def operations_of(graph: fx.Graph, mesh: Mesh) -> Iterator[Operation]:
     local = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
+        env[node] = local.node_copy(node, env.__getitem__)
         if node.op == "output":
             continue
-        env[node] = local.node_copy(node, env.__getitem__)
         VAL.set(env[node], _local_value(node, mesh))
         moves = STEP.on(node) or node.target in MOVED_AS_BLOCKS or move_of(node) is not None
         if node.op != "call_function" or not LAYOUT.on(node) or moves:
