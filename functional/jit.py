@@ -58,11 +58,12 @@ def jit(
         fn: a pure function of pytrees.
         backend: any backend of `torch.compile`; ``"eager"`` runs generated straight-line Python.
         donate_argnums: positions of arguments whose memory the call may reuse. Using such a tensor
-            afterwards raises DonatedError. Inductor's kernels write results over them; one whose memory
-            something else holds is copied first.
+            afterwards raises DonatedError. What the function writes to them is written in place, and
+            Inductor's kernels write results over them; one whose memory something else holds is copied
+            first.
         memory: ``"allocated"`` asks the allocator for each value; ``"planned"``, of the backend
             ``"eager"``, gives each one a place in memory that is reserved once (functional/memory).
-            Results are always in memory of their own; those of a step that donates its arguments take
+            Results are always outside of that memory; those of a step that donates its arguments take
             theirs. Values are the same bit for bit, but for products within a merged collective, which
             may round otherwise if not aligned.
 

@@ -151,11 +151,21 @@ def _may_write(node: fx.Node, use: Use, inside: Collection[fx.Node], reads: Read
     if len(storages) != 1 or (use.shared and not _reads_another_part(node)):
         return False
     known = reads.known[storages[0]]
-    # Copies of a base with gaps have the strides of the base only if a part is written.
-    alike = not isinstance(use.base, Part) and (known.dense or node.target in _PARTS)
+    alike = not isinstance(use.base, Part) and _strides_are_those_of(node, known.dense)
     dead = reads.after(storages[0], use.at).issubset(inside)
     same_half = known.half == reads.half_of(node)
     return known.owned and dead and same_half and (alike or len(inside) > 1)
+
+
+def _strides_are_those_of(node: fx.Node, dense: bool) -> bool:
+    """Whether an operation's result has the strides of its base, which may have no gaps.
+
+    On a rank, where strides are not known, reshapes copy where they must.
+    """
+    have, base = VAL.get(node), VAL.get(node.all_input_nodes[0])
+    if have is None or base is None:
+        return dense or node.target in _PARTS
+    return bool(have.stride() == base.stride())
 
 
 def _written_stacks(nodes: Mapping[fx.Node, bool], reads: Reads) -> dict[fx.Node, fx.Node]:

@@ -297,3 +297,109 @@ def test_under_transforms_of_torch(transform: str) -> None:
         x = X.clone().requires_grad_()
         (grad,) = torch.autograd.grad((fn(x) ** 2).sum(), x)
         assert torch.equal(grad, torch.autograd.grad((zeros(Y, x) ** 2).sum(), x)[0])
+
+
+KEPT: list[Tensor] = []
+BUFFER = torch.zeros(4, 6)
+
+
+@torch.library.custom_op("torchard_writes::keep", mutates_args=())
+def keep(x: Tensor) -> Tensor:
+    """A function that keeps its operand."""
+    KEPT.append(x)
+    return x.sum()
+
+
+@torch.library.custom_op("torchard_writes::constant", mutates_args=())
+def constant(x: Tensor) -> Tensor:
+    """A function that returns the same memory in each call."""
+    return BUFFER
+
+
+keep.register_fake(lambda x: x.new_empty(()))
+constant.register_fake(lambda x: x.new_empty(4, 6))
+
+
+def kept(y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = y * 2
+    total = keep(y)
+    y[0] = x
+    return y, total
+
+
+def of_a_constant(y: Tensor, x: Tensor) -> Tensor:
+    y = constant(y)
+    return y.index_copy(0, AT, x[None])
+
+
+@pytest.mark.parametrize("memory", ["allocated", "planned"])
+def test_memory_that_functions_keep_is_not_written(memory: Any) -> None:
+    y, _ = jit(kept, backend="eager", memory=memory)(Y, X)
+    assert torch.equal(KEPT.pop(), 2 * Y) and torch.equal(y[0], X)
+    have = jit(of_a_constant, backend="eager", memory=memory)(Y, X)
+    assert torch.equal(have[2], X) and not BUFFER.any()
+
+
+@pytest.mark.parametrize("memory", ["allocated", "planned"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Y.clone()[:, :5],
+        lambda: Y.clone().t(),
+        lambda: X.clone().expand(4, 6),
+        lambda: torch.complex(Y, Y).conj(),
+    ],
+)
+def test_donated_arguments_of_any_layout(make: Callable[[], Tensor], memory: Any) -> None:
+    def fn(y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = y.index_copy(0, AT, (x[: y.shape[1]] + y[0])[None])
+        return y, y.view(-1) if y.is_contiguous() else y.reshape(-1)
+
+    step = jit(fn, backend="eager", donate_argnums=0, memory=memory)
+    for _ in range(2):
+        want, have = fn(make(), X), step(make(), X)
+        torch.testing.assert_close(have, want, rtol=0, atol=0)
+        assert [x.stride() for x in have] == [x.stride() for x in want]
+
+
+@pytest.mark.parametrize("memory", ["allocated", "planned"])
+def test_donated_inference_tensors(memory: Any) -> None:
+    step = jit(of_an_argument, backend="eager", donate_argnums=0, memory=memory)
+    with torch.inference_mode():
+        y, again = Y.clone(), Y.clone()
+        assert torch.equal(step(again, X), of_an_argument(Y, X))
+    assert torch.equal(step(y, X), of_an_argument(Y, X))
+
+
+def test_results_that_share_memory_stay_views() -> None:
+    """Autograd notices writes to one through the other; a single one can be donated again."""
+
+    def two(y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = y.t().index_copy(1, AT, x[:, None]).t()
+        return y, y[0]
+
+    y, row = jit(two, backend="eager", donate_argnums=0)(Y.clone(), X)
+    w = torch.ones(6, requires_grad=True)
+    product = (row * w).sum()
+    y.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    step = jit(transposed, backend="eager", donate_argnums=0)
+    y = step(Y.clone(), X)
+    place = y.data_ptr()
+    assert transposed(Y, X).equal(y)
+    del product, row
+    assert step(y, X).data_ptr() != place  # the product is new
+
+
+def test_halves_write_what_is_their_own() -> None:
+    """What the forward saves is not written by the backward, whose peak says so."""
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        y = (x * w).exp()  # saved
+        return (y * w).sum()
+
+    program = jit(torch.func.grad(loss), backend="eager").lower(X, X)
+    assert program.peak > 0
+    joint = jit(lambda x: zeros(Y, x.sin()).square().sum(), backend="eager").lower_joint(X)
+    assert joint.peak >= 2 * Y.nbytes
