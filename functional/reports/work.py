@@ -83,9 +83,9 @@ def _elements_written(node: fx.Node) -> int:
     if name in ("aten.index_put", "aten._unsafe_index_put"):
         return _indexed(base, others[0])
     if name == "aten.slice_scatter":
-        dim, start, end, step = (*others[1:], *(0, None, None, 1)[len(others) - 1 :])
-        places = range(base.shape[dim])[start:end:step]
-        return base.numel() // max(base.shape[dim], 1) * len(places)
+        at: list[Any] = [*others[1:], *(0, None, None, 1)[len(others) - 1 :]]
+        length = base.shape[at[0]]
+        return base.numel() // max(length, 1) * len(range(length)[slice(*at[1:])])
     if name in ("aten.index_copy", "aten.index_add", "aten.index_reduce", "aten.index_fill"):
         dim, index, *_ = others
         return int(index.numel()) * (base.numel() // max(base.shape[dim] if base.ndim else 1, 1))

@@ -88,7 +88,12 @@ def expanded(y: Tensor, x: Tensor) -> Tensor:
 
 
 def transposed(y: Tensor, x: Tensor) -> Tensor:
-    return (y * 2).t().index_copy(1, AT, x[:, None]).t()
+    return (y * 2).t().index_put((torch.arange(6)[:, None], AT), x[:, None]).t()
+
+
+def of_other_strides(y: Tensor, x: Tensor) -> Tensor:
+    """torch's result is contiguous here, unlike the operand."""
+    return (y * 2).t().index_copy(1, AT, x[:, None])
 
 
 def broadcast(y: Tensor, x: Tensor) -> Tensor:
@@ -129,6 +134,7 @@ CASES: dict[str, tuple[Callable[..., Any], bool, int, int]] = {
     "to memory with gaps": (with_gaps, False, 0, 0),
     "to expanded memory": (expanded, False, 0, 0),
     "through a transpose": (transposed, False, 1, 0),
+    "the result has other strides": (of_other_strides, False, 0, 0),
     "the result is larger": (broadcast, False, 0, 0),
     "two writes to one value": (two_writes, False, 1, 0),
     "a clone of what is dead": (clones, False, 1, 1),
