@@ -85,7 +85,7 @@ def _elements_written(node: fx.Node) -> int:
     if name == "aten.slice_scatter":
         at: list[Any] = [*others[1:], *(0, None, None, 1)[len(others) - 1 :]]
         length = base.shape[at[0]]
-        return base.numel() // max(length, 1) * len(range(length)[slice(*at[1:])])
+        return int(base.numel() // max(length, 1) * len(range(length)[slice(*at[1:])]))
     if name in ("aten.index_copy", "aten.index_add", "aten.index_reduce", "aten.index_fill"):
         dim, index, *_ = others
         return int(index.numel()) * (base.numel() // max(base.shape[dim] if base.ndim else 1, 1))
