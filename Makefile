@@ -12,7 +12,7 @@ JOBS  ?= 2
 # torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv published test explore laws mutants oracle proofs coverage races kernels sweep inductor newest matrix lint types docs demo bench images clean zoo alarms detection reach
+.PHONY: help venv published test explore writes laws mutants oracle proofs coverage races kernels sweep inductor newest matrix lint types docs demo bench images clean zoo alarms detection reach
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -42,6 +42,9 @@ test: $(STAMP) ## run all tests, in JOBS processes
 
 explore: $(STAMP) ## run tests with many more examples per property (ARGS=tests/functional/effects/test_writes.py)
 	$(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile=explore --timeout 3600 $(ARGS)
+
+writes: $(STAMP) ## 10,000 random programs that write in place, under transforms (an hour; ARGS="1000 SEED")
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/write_checks.py $(ARGS)
 
 laws: $(STAMP) ## ten times as many stacks of transforms as make test (all of them: ARGS="--every 1")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/library_laws.py --out tests/results/laws.md $(ARGS)
@@ -120,11 +123,12 @@ demo: $(STAMP) ## train one model by three plans, on two gloo ranks and a virtua
 	$(TORCHRUN) examples/train_gpt.py --mesh dp=2 --plan fsdp --steps 150
 	$(BIN)/python examples/train_gpt.py --virtual dp=2,tp=2 --plan fsdp+tp --steps 50
 
-bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; memory; pipelines; fusion (ARGS=--quick)
+bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; memory; decoding; pipelines; fusion (ARGS=--quick)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 	$(BIN)/python benchmarks/planning.py $(ARGS)
 	$(BIN)/python benchmarks/memory.py $(ARGS)
 	$(BIN)/python benchmarks/planned_memory.py $(ARGS)
+	$(BIN)/python benchmarks/decoding.py $(ARGS)
 	$(BIN)/python benchmarks/accumulation.py $(ARGS)
 	$(BIN)/python benchmarks/pipelines.py $(ARGS)
 	$(BIN)/python benchmarks/fusion.py $(ARGS)

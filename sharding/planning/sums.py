@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
 from torch import fx
 
 from torchard.functional.programs.constants import is_zero
@@ -85,4 +86,6 @@ def _key(node: fx.Node) -> Hashable:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return node
     val = VAL.of(node.args[0])
+    if not isinstance(val, torch.Tensor):  # one of several results
+        return node
     return node.target, repr(node.args[1:]), repr(node.kwargs), val.shape, val.dtype
