@@ -19,6 +19,7 @@ from torchard.functional.compiling.compiler_repairs import REPAIRS, has_half_pre
 from torchard.functional.compiling.faulty_lowerings import call_torch
 from torchard.functional.compiling.region_donation import donated_operands
 from torchard.functional.compiling.regions import by_regions
+from torchard.functional.compiling.writes_in_place import write_in_place
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.locks import Lock
@@ -182,10 +183,12 @@ class Compile(Rewrite):
             part = fx.GraphModule(torch.nn.Module(), graph)
             return _Compiled(part, compiled(graph, program.name), self.backend, progress)
 
-        donated = donated_parts(program) if self.backend == "inductor" else []
+        # Arguments of a forward are residuals, too.
+        whole_step = self.backend == "inductor" and not HALVES.on(program.output)
+        donated = donated_parts(program) if whole_step else []
         outer = by_regions(module.graph, region)
         if outer is not None:
-            for run, positions in donated_operands(outer, donated).items():
+            for run, positions in donated_operands(outer, donated).items() if whole_step else ():
                 assert isinstance(run, _Compiled)
                 run.donated = positions
             return _Regions(compiled(outer, program.name), generated)
@@ -295,5 +298,6 @@ class _Compiled(Compiling):
             # A copy of one that is not dense has other strides.
             donated = [i for i in self.donated if is_dense(parts[i])]
             halves = has_half_precision(module.graph, parts)
-            run = internals.compile_graph(module, parts, self.backend, REPAIRS, donated, halves)
+            passes = (*REPAIRS, write_in_place)
+            run = internals.compile_graph(module, parts, self.backend, passes, donated, halves)
             return run, donated

@@ -39,12 +39,12 @@ from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES, VAL
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = [
-    *("REPAIRS", "compute_once", "conjugate_at_once"),
+    *("REPAIRS", "WRITES", "compute_once", "conjugate_at_once"),
     *("copy_before_writes", "has_half_precision"),
 ]
 
 # Operations that Inductor turns into writes in place, or decomposes to such operations.
-_WRITES = {
+WRITES = {
     aten.index_put.default,
     aten._unsafe_index_put.default,
     aten.select_scatter.default,
@@ -70,7 +70,7 @@ _WRITES = {
 def copy_before_writes(graph: fx.Graph) -> None:
     """Copy values of several elements in one place of memory before something is written into them."""
     for node in list(graph.nodes):
-        if node.target not in _WRITES:
+        if node.target not in WRITES:
             continue
         written = node.args[0]
         if not isinstance(written, fx.Node) or not _may_overlap(written):

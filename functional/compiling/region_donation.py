@@ -19,7 +19,9 @@ __all__ = ["donated_operands"]
 def donated_operands(outer: fx.Graph, donated: Sequence[int]) -> dict[Run, list[int]]:
     """By the code of regions, the positions of the operands that it may write over, in each call of it.
 
-    These are the program's donated inputs that nothing else refers to when the call begins.
+    These are the program's donated inputs that nothing else refers to when any of the calls begins. What
+    a region writes into is copied otherwise, so that in some calls something else may refer to it, which
+    is then copied before (`own`). So a loop writes into a cache that its iterations pass on in place.
 
     Args:
         outer: the graph that calls regions.
@@ -34,23 +36,37 @@ class _RegionCalls(StorageRun):
     def __init__(self, outer: fx.Graph, donated: Sequence[int]) -> None:
         inputs = list(outer.find_nodes(op="placeholder"))
         super().__init__(inputs, donated, lambda node: Fresh(None, 0))
-        self.positions: dict[Run, list[int]] = {}
+        # What is written into and dead after some call, and the arguments that are after every call.
+        self.positions_of: dict[Run, tuple[set[int], set[int]]] = {}
 
     def computed(self, node: fx.Node, operands: Any, i: int | None) -> Any:
         """What a call returns; an operation that is no region may make views of all operands."""
-        result: Any = None
-        if isinstance(node.target, Region):
-            self._called(node.target.run, operands.items)
-        else:
-            result = StorageGroup(list(operands))
+        region: Any = node.target
+        if isinstance(region, Region):
+            self._called(region, operands.items)
+            at = len(self.live.order)
+            self.live.order.append(node)
+            results = [
+                self._allocated(node, k, Fresh(None, 0), at, i) if fresh else None
+                for k, fresh in enumerate(region.fresh)
+            ]
+            return StorageGroup(results)
+        result = StorageGroup(list(operands))
         items = [int(str(user.args[1])) for user in node.users if user.target is operator.getitem]
         return StorageGroup([result] * (max(items) + 1)) if items else result
 
-    def _called(self, run: Run, operands: Sequence[Any]) -> None:
-        last = [
-            position
+    def _called(self, region: Region, operands: Sequence[Any]) -> None:
+        last = {
+            position: storage.kind
             for position, storage in enumerate(operands)
-            if isinstance(storage, Allocation)
-            and (storage.kind, storage.references) == ("argument", 1)
-        ]
-        self.positions[run] = [n for n in self.positions.get(run, last) if n in last]
+            if isinstance(storage, Allocation) and storage.references == 1
+        }
+        written = {n for n in last if n in region.written}
+        arguments = {n for n, kind in last.items() if kind == "argument"}
+        written_before, before = self.positions_of.get(region.run, (set(), arguments))
+        self.positions_of[region.run] = (written | written_before, arguments & before)
+
+    @property
+    def positions(self) -> dict[Run, list[int]]:
+        """By the code of regions, the positions."""
+        return {run: sorted(one | other) for run, (one, other) in self.positions_of.items()}

@@ -15,11 +15,12 @@ from itertools import groupby
 import torch
 from torch import fx
 
+from torchard.functional.compiling.compiler_repairs import WRITES
 from torchard.functional.programs.loops import issued_ahead, regrouped
 from torchard.functional.programs.markers import again, is_marker, listed
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import AHEAD, LOOP, TASK
-from torchard.functional.programs.views import is_view
+from torchard.functional.programs.views import is_view, storage_of
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
 __all__ = ["Region", "Run", "by_regions"]
@@ -168,20 +169,29 @@ def _extracted(nodes: Sequence[fx.Node]) -> fx.Graph:
 
 
 class Region:
-    """A compiled region, which empties the list of operands that it is given."""
+    """A compiled region, which empties the list of operands that it is given.
+
+    Attributes:
+        written: the positions of the operands that it writes into, if only as values.
+        fresh: by result, whether it is in memory that no operand and no other result is in.
+    """
 
     takes_over = True
     __name__ = "region"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, nodes: Sequence[fx.Node]) -> None:
         self.run = run
+        bases = {storage_of(node.all_input_nodes[0]) for node in nodes if node.target in WRITES}
+        self.written = {n for n, operand in enumerate(_inputs(nodes)) if operand in bases}
+        storages = [storage_of(node) for node in _outputs(nodes)]
+        self.fresh = [storage in nodes and storages.count(storage) == 1 for storage in storages]
 
     def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         return self.run(operands)
 
 
 def _call(outer: fx.Graph, nodes: Sequence[fx.Node], run: Run, env: dict[fx.Node, fx.Node]) -> None:
-    call = outer.call_function(Region(run), ([env[node] for node in _inputs(nodes)],))
+    call = outer.call_function(Region(run, nodes), ([env[node] for node in _inputs(nodes)],))
     inherit(call, nodes[0], "place")
     forget(call, AHEAD)
     for i, node in enumerate(_outputs(nodes)):

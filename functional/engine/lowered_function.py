@@ -198,7 +198,7 @@ class LoweredFunction:
             if self.inline and (state := active()) is not None:
                 state.constants.update(map(id, constants))
             given = [*parts, *constants]
-            if isinstance(parts, list):
+            if isinstance(parts, list) and not self.inline:
                 parts.clear()  # as what is bound does: nothing else may hold what is donated
             return bound(given)
 

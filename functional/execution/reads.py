@@ -24,7 +24,7 @@ from torchard.functional.programs.tags import STAGE, VAL
 from torchard.functional.programs.views import is_dense, is_view
 from torchard.functional.torch_internals.operators import COLLECTIVES, aten
 
-__all__ = ["HalfOf", "Part", "Reads", "Use", "storages_in"]
+__all__ = ["HalfOf", "MemoryPart", "MemoryReads", "WriteUse", "storages_in"]
 
 HalfOf = Callable[[fx.Node], Any]
 
@@ -57,11 +57,11 @@ _KEEP_NOTHING = ("aten", "prims", "torchard", "torchard_kernels", "inductor", CO
 _NEVER = sys.maxsize  # the event of what is read by the caller, or may be read at any time
 
 
-class Part(StorageGroup):
+class MemoryPart(StorageGroup):
     """A view of a part of a storage, or what may be a view of some storages."""
 
 
-class _Issued(Part):
+class _Issued(MemoryPart):
     """The result of a collective under way, and after it what the collective uses."""
 
 
@@ -86,7 +86,7 @@ class _Known:
     reads: list[tuple[int, fx.Node | None]] = field(default_factory=list)
 
 
-class Use(NamedTuple):
+class WriteUse(NamedTuple):
     """One execution of a write.
 
     Attributes:
@@ -101,10 +101,10 @@ class Use(NamedTuple):
     shared: bool
 
 
-class Reads(StorageRun):
+class MemoryReads(StorageRun):
     """A run that notes what reads storages.
 
-    A value is an `Allocation` if it is all of one, or a row of one; else a `Part` of those that it may be
+    A value is an `Allocation` if it is all of one, or a row of one; else a `MemoryPart` of those that it may be
     a part of.
 
     Attributes:
@@ -123,7 +123,7 @@ class Reads(StorageRun):
         super().__init__(inputs, donated, lambda node: Fresh(None, 0))
         self.half_of = half_of
         self.known: dict[Allocation, _Known] = {}
-        self.uses: dict[fx.Node, list[Use]] = {node: [] for node in writes}
+        self.uses: dict[fx.Node, list[WriteUse]] = {node: [] for node in writes}
         self.collected: dict[fx.Node, list[tuple[int, Any]]] = {}
         self.arguments: list[Allocation] = []
         self.returned: list[list[Allocation]] = []
@@ -181,7 +181,7 @@ class Reads(StorageRun):
             fx.map_arg((node.args[1:], node.kwargs), lambda n: others.append(values[n]))
             base = operands[0]
             memory, other = (set(map(self.all_of, storages_in(x))) for x in (base, StorageGroup(others)))
-            self.uses[node].append(Use(at, base, result, not memory.isdisjoint(other)))
+            self.uses[node].append(WriteUse(at, base, result, not memory.isdisjoint(other)))
         return result
 
     def _result(
@@ -198,7 +198,7 @@ class Reads(StorageRun):
         if STAGE.get(node) == "issue" and not internals.is_mutable(node.target):
             return _Issued([self._new(node, 0, i, False, False), *used])
         unknown = [] if is_view(node) else [self._new(node, 0, i, False, False)]
-        part = Part([*used, *unknown])
+        part = MemoryPart([*used, *unknown])
         return _items(node, lambda _: part)
 
     def _new(self, node: fx.Node, item: int, i: int | None, owned: bool, dense: bool) -> Allocation:
@@ -214,7 +214,7 @@ class Reads(StorageRun):
 
     def _row(self, stack: Any, index: int) -> Any:
         if not isinstance(stack, Allocation) or self.known[stack].stack is not None:
-            return Part(list(storages_in(stack)))
+            return MemoryPart(list(storages_in(stack)))
         known = self.known[stack]
         if index not in known.rows:
             row = self._allocated(stack.node, stack.item, Fresh(None, 0), stack.begin, index)
@@ -230,7 +230,7 @@ class Reads(StorageRun):
         self.collected.setdefault(reader, []).append((i, value))
         if not into.items:
             new = self._new(reader, 0, None, reader.target is not total, True)
-            into.items = [Part([new, *storages]) if reader.target is total else new]
+            into.items = [MemoryPart([new, *storages]) if reader.target is total else new]
 
     def _return(self, value: Any) -> None:
         storages = list(storages_in(value))

@@ -41,7 +41,13 @@ from torchard.functional.execution.instructions import (
     When,
     Write,
 )
-from torchard.functional.execution.reads import HalfOf, Part, Reads, Use, storages_in
+from torchard.functional.execution.reads import (
+    HalfOf,
+    MemoryPart,
+    MemoryReads,
+    WriteUse,
+    storages_in,
+)
 from torchard.functional.programs.markers import row, rows
 from torchard.functional.programs.tags import LOOP, SHAPE, VAL
 from torchard.functional.programs.views import is_view
@@ -122,7 +128,7 @@ def reinplaced(
     ]
     if not candidates:
         return Reinplaced(instructions)
-    reads = Reads(inputs, donated, half_of, candidates)
+    reads = MemoryReads(inputs, donated, half_of, candidates)
     reads.all(instructions)
     nodes = _which_write(candidates, reads)
     stacks = _written_stacks(nodes, reads)
@@ -131,7 +137,7 @@ def reinplaced(
     return Reinplaced(changed, {**nodes, **dict.fromkeys(stacks, True)}, taken)
 
 
-def _which_write(candidates: Sequence[fx.Node], reads: Reads) -> dict[fx.Node, bool]:
+def _which_write(candidates: Sequence[fx.Node], reads: MemoryReads) -> dict[fx.Node, bool]:
     """The candidates that write, each with whether its value already lies in its base."""
     put_back = {inner: outer for outer in candidates if (inner := _put_back(outer)) is not None}
     found: dict[fx.Node, bool] = {}
@@ -146,12 +152,12 @@ def _which_write(candidates: Sequence[fx.Node], reads: Reads) -> dict[fx.Node, b
     return {node: found[node] for node in candidates if node in found}
 
 
-def _may_write(node: fx.Node, use: Use, inside: Collection[fx.Node], reads: Reads) -> bool:
+def _may_write(node: fx.Node, use: WriteUse, inside: Collection[fx.Node], reads: MemoryReads) -> bool:
     storages = list(storages_in(use.base))
     if len(storages) != 1 or (use.shared and not _reads_another_part(node)):
         return False
     known = reads.known[storages[0]]
-    alike = not isinstance(use.base, Part) and _strides_are_those_of(node, known.dense)
+    alike = not isinstance(use.base, MemoryPart) and _strides_are_those_of(node, known.dense)
     dead = reads.after(storages[0], use.at).issubset(inside)
     same_half = known.half == reads.half_of(node)
     return known.owned and dead and same_half and (alike or len(inside) > 1)
@@ -168,7 +174,7 @@ def _strides_are_those_of(node: fx.Node, dense: bool) -> bool:
     return bool(have.stride() == base.stride())
 
 
-def _written_stacks(nodes: Mapping[fx.Node, bool], reads: Reads) -> dict[fx.Node, fx.Node]:
+def _written_stacks(nodes: Mapping[fx.Node, bool], reads: MemoryReads) -> dict[fx.Node, fx.Node]:
     """By reader of a loop's stacked values: the stack in whose rows the values were written."""
     bases = {_base(node) for node in nodes}
     found: dict[fx.Node, fx.Node] = {}

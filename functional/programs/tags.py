@@ -60,7 +60,7 @@ for _name in ("from_node", "original_aten", "seq_nr", "stack_trace", "tensor_met
 INDUCTOR_REALIZE_TO_STRIDES: Tag[bool] = declare(
     "inductor_realize_to_strides",
     "torch's own: Inductor stores the value, and does not compute it again where it is read",
-    written_by="compiling/compiler_repairs",
+    written_by="compiling/compiler_repairs, compiling/writes_in_place",
     read_by="compiling/compiler_repairs",
 )
 

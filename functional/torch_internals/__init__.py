@@ -18,6 +18,7 @@ versions.check(torch.__version__)
 with needed():
     from torchard.functional.torch_internals import (
         compilers,
+        donated_buffers,
         functorch_levels,
         modes,
         ownership,
@@ -31,6 +32,7 @@ with needed():
     from torchard.functional.torch_internals.accessors.optional import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.tensors import *  # noqa: F403
     from torchard.functional.torch_internals.compilers import *  # noqa: F403
+    from torchard.functional.torch_internals.donated_buffers import *  # noqa: F403
     from torchard.functional.torch_internals.functorch_levels import *  # noqa: F403
     from torchard.functional.torch_internals.modes import *  # noqa: F403
     from torchard.functional.torch_internals.ownership import *  # noqa: F403
@@ -44,6 +46,7 @@ __all__ += modules.__all__
 __all__ += optional.__all__
 __all__ += tensors.__all__
 __all__ += compilers.__all__
+__all__ += donated_buffers.__all__
 __all__ += functorch_levels.__all__
 __all__ += modes.__all__
 __all__ += ownership.__all__

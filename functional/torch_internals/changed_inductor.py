@@ -6,6 +6,10 @@ fuse it with others, it takes the node's reads anew from its code, which knows t
 node then depends on no write, and may be ordered before it, to save memory (gradients of `x.max(0)[0]`
 that lack elements, if rows are summed in the same kernel).
 
+`reads_before_writes`: a kernel that reads a buffer may be fused with one that writes into it, if each
+element is read where it is written. The scheduler looks for the reads by the buffer's first name, so that
+it finds none after an earlier write, and fuses what shifts elements.
+
 `parts_stay`: an operand of a concatenation may be computed in its place in the whole. Where it is read
 for the last time, the result may be written there, in place; but the whole is taken for no longer used,
 and its memory for another value.
@@ -72,6 +76,34 @@ def reads_after_writes() -> Iterator[None]:
         node.set_read_writes(anew.rename(node.mutation_renames))
 
     with _replaced(SchedulerNode, "_compute_attrs", keep):
+        yield
+
+
+@contextlib.contextmanager
+def reads_before_writes() -> Iterator[None]:
+    """A context in which Inductor's scheduler knows reads of a buffer by all of its names."""
+    with needed():
+        from torch._inductor.dependencies import MemoryDep
+        from torch._inductor.scheduler import Scheduler
+
+        require(Scheduler, "fusable_weak_dep")
+
+    fusable: Any = Scheduler.fusable_weak_dep
+
+    def fusable_by_all_names(scheduler: Any, weak: Any, reader: Any, writer: Any) -> bool:
+        if not fusable(scheduler, weak, reader, writer):
+            return False
+        first = scheduler.mutation_real_name
+        written = [w for w in writer.read_writes.writes if w.name == weak.mutating_buf]
+        buffer = first[weak.mutating_buf]
+        reads = [r for r in reader.read_writes.reads if first.get(r.name, r.name) == buffer]
+        return all(
+            isinstance(read, MemoryDep) and (read.index, read.size) == (write.index, write.size)
+            for read in reads
+            for write in written
+        )
+
+    with _replaced(Scheduler, "fusable_weak_dep", fusable_by_all_names):
         yield
 
 
@@ -186,5 +218,5 @@ def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
 
 
 CHANGES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
-    *(reads_after_writes, parts_stay, laid_out_as_known, complex_sums_stay),
+    *(reads_after_writes, reads_before_writes, parts_stay, laid_out_as_known, complex_sums_stay),
 )

@@ -4,7 +4,7 @@ In the backwards of torch.compile Inductor has such inputs: the residuals, as "d
 kernel that is the last to read one, and writes a value of the same size in the same order, writes it
 there. Nothing public asks for this in other graphs. A mutation in the graph itself (``copy_`` of the
 result) is public, but keeps kernels that read the old values from being fused with those that write the
-new ones.
+new ones; it is for inputs of which a few elements are written (`compiling/writes_in_place.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 
 from torchard.functional.torch_internals.accessors.required import needed
 
-__all__ = ["donating"]
+__all__ = ["donated_inputs", "donating", "keep_inputs"]
 
 
 @contextlib.contextmanager
@@ -34,11 +34,10 @@ def donating(positions: Sequence[int], count: int) -> Iterator[Callable[..., Any
     """
     with needed():
         from torch._functorch import config
-        from torch._guards import TracingContext
         from torch._inductor.compile_fx import compile_fx_inner
 
     def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
+        metadata = _metadata()
         if hasattr(metadata, "bw_donated_idxs") and len(inputs) == count:
             metadata.bw_donated_idxs = list(positions)
             _rename(graph, positions)
@@ -49,9 +48,37 @@ def donating(positions: Sequence[int], count: int) -> Iterator[Callable[..., Any
         yield compile_inner
 
 
+def donated_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """The donated inputs of a graph that is being compiled, in a pass over it."""
+    places = graph.find_nodes(op="placeholder")
+    positions = getattr(_metadata(), "bw_donated_idxs", None) or ()
+    # A graph within the graph has others at these positions.
+    return [places[i] for i in positions if i < len(places) and places[i].target == _name(i)]
+
+
+def keep_inputs(graph: fx.Graph, kept: Sequence[fx.Node]) -> None:
+    """Have Inductor not write results over these donated inputs."""
+    if kept:
+        metadata = _metadata()
+        names = {node.target for node in kept}
+        metadata.bw_donated_idxs = [i for i in metadata.bw_donated_idxs if _name(i) not in names]
+
+
+def _metadata() -> Any:
+    """What AOTAutograd knows of the graph that is being compiled."""
+    with needed():
+        from torch._guards import TracingContext
+
+    return getattr(TracingContext.try_get(), "fw_metadata", None)
+
+
+def _name(position: int) -> str:
+    return f"donated_{position}"
+
+
 def _rename(graph: fx.GraphModule, positions: Sequence[int]) -> None:
     """Name donated inputs by what they are: the key of Inductor's cache has the code of the graph."""
     places = graph.graph.find_nodes(op="placeholder")
     for i in positions:
-        places[i].name = places[i].target = f"donated_{i}"
+        places[i].name = places[i].target = _name(i)
     graph.recompile()

@@ -110,6 +110,13 @@ def _of_maxima(w: Tensor, x: Tensor) -> list[Tensor]:
     return [by_w, by_x, value]
 
 
+def _shifted(x: Tensor) -> Tensor:
+    """Rows that move on, in place: they are large, and many."""
+    for _ in range(8):
+        x = torch.slice_scatter(x, x[:-1], 0, 1)
+    return x
+
+
 def _at_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is compiled anew at each call."""
     return lambda *args: jit(lambda *args: fn(*args))(*args)
@@ -200,6 +207,14 @@ FAULTS = [
         "what a kernel depends on is kept when its loops change (`changed_inductor.py`)",
         _of_maxima,
         [[x for shape in ((32, 32), (16, 32)) for (x,) in _random(*shape, dtype=torch.bfloat16)]],
+        exactly=True,
+    ),
+    Fault(
+        "a kernel that reads other elements than the next one writes in place is fused with it, if "
+        "something was written before",
+        "reads are known by all names of what is read (`changed_inductor.py`)",
+        _shifted,
+        _random(128, 128),
         exactly=True,
     ),
     Fault(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from eager_operations import OPERATIONS, operands, outcome
 
-from torchard import Mesh, P, place
+from torchard import Mesh, P, jit, place, shard
 
 __all__ = ["CHECKS"]
 
@@ -44,7 +44,36 @@ def values_read_on_ranks(rank: int, world: int) -> bool:
     )
 
 
+def caches_in_place(rank: int, world: int) -> bool:
+    """Donated caches of two layers, split over the ranks: each rank writes into its own where it is."""
+
+    def token(caches: list[torch.Tensor], x: torch.Tensor, at: torch.Tensor) -> Any:
+        new = []
+        for cache in caches:
+            new.append(cache.index_copy(1, at, x[:, None]))
+            x = (x + new[-1].sum(1)) % 5
+        return new, x.sum()
+
+    mesh, specs = Mesh({"tp": world}), [P("tp"), P("tp")]
+    run = jit(
+        shard(token, mesh, in_specs=(specs, P("tp"), P()), out_specs=(specs, P())),
+        donate_argnums=0,
+    )
+    caches = [torch.zeros(2 * world, 8, 4) for _ in specs]
+    x, right = torch.arange(8.0 * world).reshape(2 * world, 4) % 3, []
+    placed = place([cache.clone() for cache in caches], mesh, specs)
+    for at in map(torch.tensor, ([1], [2], [5])):
+        caches, want = token(caches, x, at)
+        before = [cache.local.data_ptr() for cache in placed]
+        placed, have = run(placed, x, at)
+        after = [cache.local.data_ptr() for cache in placed]
+        right += [before == after, float(have) == float(want)]
+        right += [torch.equal(one.full(), other) for one, other in zip(placed, caches, strict=True)]
+    return all(right)
+
+
 CHECKS: dict[str, Callable[[int, int], Any]] = {
+    "caches_in_place": caches_in_place,
     "single_operations": single_operations,
     "values_read_on_ranks": values_read_on_ranks,
 }

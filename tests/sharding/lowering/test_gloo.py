@@ -66,6 +66,11 @@ def test_single_operations_equal_one_device(ranks: Results) -> None:
         assert max(found.values()) <= 1e-6, found  # one of them goes to float32
 
 
+@on_two
+def test_caches_are_written_where_they_are(ranks: Results) -> None:
+    assert all(every(ranks, "caches_in_place"))
+
+
 def test_values_are_read_on_ranks(ranks: Results) -> None:
     assert all(every(ranks, "values_read_on_ranks"))
 
