@@ -19,4 +19,6 @@ torch's batch norms write to their arguments, and most of their schemas do not s
 replaces each by one pure operation, and lerps of the running statistics. It also decomposes batch norm if
 a derivative needs the statistics as functions of the input: torch's own formulas treat them as constants,
 and are wrong from the second derivative on in forward mode, and from the third in reverse mode.
+
+torch's ``grouped_mm`` leaves rows of no group as memory was: `grouped_products.py` has one that does not.
 """

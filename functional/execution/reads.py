@@ -104,8 +104,8 @@ class WriteUse(NamedTuple):
 class MemoryReads(StorageRun):
     """A run that notes what reads storages.
 
-    A value is an `Allocation` if it is all of one, or a row of one; else a `MemoryPart` of those that it may be
-    a part of.
+    A value is an `Allocation` if it is all of one, or a row of one; else a `MemoryPart` of those that it
+    may be a part of.
 
     Attributes:
         known: by storage, what is known of it.

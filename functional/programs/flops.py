@@ -30,6 +30,13 @@ _FORMULAS: dict[str, Any] = {
             grad.shape, q.shape, _of_heads(q, k), _of_heads(q, v), out_val=out_val
         )
     ),
+    # Of a rank with some of the groups, as if all had as many rows.
+    "torchard.grouped_mm": lambda x, w, begins, ends, groups, **_: (
+        2 * x.shape[0] * w.numel() // groups
+    ),
+    "torchard.grouped_outer": lambda x, y, begins, ends, groups, out_val=None, **_: (
+        2 * x.shape[0] * out_val.numel() // groups
+    ),
 }
 
 

@@ -26,10 +26,17 @@ with needed():
         thread_state,
         told_modes,
     )
-    from torchard.functional.torch_internals.accessors import fakes, modules, optional, tensors
+    from torchard.functional.torch_internals.accessors import (
+        fakes,
+        modules,
+        optional,
+        single_level,
+        tensors,
+    )
     from torchard.functional.torch_internals.accessors.fakes import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.modules import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.optional import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.single_level import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.tensors import *  # noqa: F403
     from torchard.functional.torch_internals.compilers import *  # noqa: F403
     from torchard.functional.torch_internals.donated_buffers import *  # noqa: F403
@@ -44,6 +51,7 @@ __all__: list[str] = []
 __all__ += fakes.__all__
 __all__ += modules.__all__
 __all__ += optional.__all__
+__all__ += single_level.__all__
 __all__ += tensors.__all__
 __all__ += compilers.__all__
 __all__ += donated_buffers.__all__

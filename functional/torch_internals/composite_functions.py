@@ -1,10 +1,10 @@
 """Replacements for functions of torch.
 
-Some read values, but only to validate them. ``embedding_bag`` has a kernel for bags of any sizes, which
-nobody can split or slice; bags that are rows of a matrix are lookups and a sum. ``rms_norm`` has a kernel
-on CUDA devices only: programs are to be the same on all. Under vmap, torch adds offsets to the indices of
-mapped tables, after which no index belongs to its example, and runs ``index_add`` example by example;
-selecting and scattering rows keep examples together.
+Some read values, but only to validate them. ``embedding_bag`` has a kernel for bags of any sizes; bags
+that are rows of a matrix are lookups and a sum, which can be split and sliced in more ways. ``rms_norm``
+has a kernel on CUDA devices only: programs are to be the same on all. Under vmap, torch adds offsets to
+the indices of mapped tables, after which no index belongs to its example, and runs ``index_add`` example
+by example; selecting and scattering rows keep examples together.
 
 A replacement runs as the user's own code would, so that its ``detach`` stops gradients. It returns
 NotImplemented for calls that it leaves to torch.

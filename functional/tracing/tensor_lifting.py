@@ -16,6 +16,7 @@ from torchard.functional.core.failed_calls import note_call, note_operands
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.scope_frames import path_of
 from torchard.functional.core.tensor_spec import is_inexact
+from torchard.functional.effects import grouped_products
 from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.effects.picked import assign_picked, is_picking, pick
 from torchard.functional.programs.tags import SOURCE, VAL
@@ -86,10 +87,11 @@ class TensorLifting(TorchFunctionMode):
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of the replacement of a torch function; NotImplemented if it has no replacement."""
-        if func not in COMPOSED:
+        replaced = COMPOSED.get(func) or grouped_products.replacement(func)
+        if replaced is None:
             return NotImplemented
         with TensorLifting(self.state):
-            return COMPOSED[func](*args, **kwargs)
+            return replaced(*args, **kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function with its registered derivative, and record which gradients it returns."""

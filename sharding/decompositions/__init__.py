@@ -8,4 +8,7 @@ is split evenly and a block is not split: ``blocks`` and ``unblocks`` are local,
 global dim; only ``windows`` communicates, as its rule's ``halo`` states. The operation itself then runs
 on the windows, with blocks as an additional batch dim, so a max pool needs no code for borders. These are
 global operations: a program with them is still one graph over global shapes.
+
+Tokens that are sorted by expert are sorted in blocks too, if no result depends on their order
+(`sorted_rows.py`): the rewriting of all operations between a sort and its inverse, not of one.
 """

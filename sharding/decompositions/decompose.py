@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from torchard.functional.tracing.purify import purify
 from torchard.functional.tracing.record import record
 from torchard.sharding.decompositions import (  # noqa: F401  (their entries)
     added_rows,
+    bags,
     batch_norm,
     images,
     pools,
@@ -40,7 +41,7 @@ from torchard.sharding.layouts.tags import CALL, PART_OF
 from torchard.sharding.rules import Call, lookup
 from torchard.sharding.rules.registry import result_index, results
 
-__all__ = ["comes_apart", "decompose", "same_call"]
+__all__ = ["comes_apart", "decompose", "replaced_by", "same_call", "stand_in"]
 
 
 _OF_SEVERAL = (aten.cat.default,)  # which can be decomposed all the same
@@ -89,6 +90,20 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
         pieces, outputs = _inline(graph, traced, operands, node)
     _replace(graph, node, outputs)
     return pieces
+
+
+def replaced_by(
+    graph: fx.Graph, node: fx.Node, fn: Callable[..., Any], operands: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """The results of a function of operands, traced and inserted before a node, with the node's tags."""
+
+    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        out = fn(*inputs)
+        return list(out) if isinstance(out, tuple) else [out]
+
+    traced = purify(record(run, [TensorSpec.of(VAL.of(o)) for o in operands]), ())
+    with graph.inserting_before(node):
+        return _inline(graph, traced.graph, tuple(operands), node)[1]
 
 
 def _trace(
@@ -176,14 +191,14 @@ def _replace(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
     if isinstance(VAL.of(node), (tuple, list)):
         for user in list(node.users):
             if hasattr(VAL.get(user), "shape"):
-                _use(pieces[result_index(user)], user)
+                stand_in(pieces[result_index(user)], user)
             graph.erase_node(user)
     else:
-        _use(pieces[0], node)
+        stand_in(pieces[0], node)
     graph.erase_node(node)
 
 
-def _use(piece: fx.Node, before: fx.Node) -> None:
+def stand_in(piece: fx.Node, before: fx.Node) -> None:
     """Replace a node by a piece; cached facts about its users' operands are dropped."""
     stand_for(piece, before)
     for user in before.replace_all_uses_with(piece):

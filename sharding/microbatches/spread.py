@@ -24,6 +24,7 @@ from torchard.functional.programs.tags import LAYOUT, PHASE, SOURCE, VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.decompositions.decompose import decompose
+from torchard.sharding.decompositions.sorted_rows import in_blocks, sorts
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import Option, options
 from torchard.sharding.layouts.reshard import plan
@@ -37,7 +38,6 @@ __all__ = ["spread"]
 
 # The weight of the labels, which torch's kernel returns with the loss, depends only on the labels.
 _APART = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-_BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 _SMALL = 1024  # elements below which an operation on a pending sum may run once per microbatch
 
 
@@ -47,7 +47,22 @@ def spread(graph: fx.Graph, steps: int) -> fx.Graph:
     Raises:
         AccumulateError: an operation needs the whole batch at once.
     """
+    for sort in sorts(graph):
+        if _is_of_batch(sort, steps):
+            in_blocks(graph, sort, steps)
     return _Spread(graph, steps).run()
+
+
+def _is_of_batch(node: fx.Node, steps: int) -> bool:
+    """Whether a value depends on a batch that is sliced."""
+    seen, stack = {node}, [node]
+    while stack:
+        mark = marked(here := stack.pop())
+        if mark is not None and mark.steps == steps:
+            return True
+        stack += [n for n in here.all_input_nodes if n not in seen]
+        seen.update(here.all_input_nodes)
+    return False
 
 
 class _Spread:
@@ -202,8 +217,6 @@ class _Spread:
 
 def _instead(node: fx.Node) -> str:
     """The remedy for an operation that is not computed one microbatch at a time."""
-    if node.target in _BAGS:
-        return ", or use bags that are rows of one matrix, with mode='sum' or 'mean', or F.embedding"
     space = getattr(node.target, "namespace", "aten")
     if space not in ("aten", "prims", "torchard"):
         return (

@@ -15,6 +15,7 @@ from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.tagging import forget
 from torchard.sharding.decompositions.decompose import comes_apart, decompose
 from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
+from torchard.sharding.decompositions.sorted_rows import in_blocks, sorts
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import atomic, factor_axes
 from torchard.sharding.layouts.tags import CALL, RULE
@@ -62,6 +63,34 @@ class Plan:
 
 def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     """The cheapest plan found.
+
+    Rows that are sorted by group may be sorted in blocks, which may split products that otherwise every
+    rank computes; this comes before costs.
+    """
+    plan = _chosen(graph, given, mesh)
+    blocked = _sorted_in_blocks(graph, given, plan, mesh)
+    if blocked is None:
+        return plan
+    return min(plan, _chosen(*blocked, mesh), key=lambda p: (len(_lost(p, mesh)), _total(p)))
+
+
+def _sorted_in_blocks(
+    graph: fx.Graph, given: Given, plan: Plan, mesh: Mesh
+) -> tuple[fx.Graph, Given] | None:
+    """A copy of the graph in which ranks sort their own rows, where the plan has split them."""
+    known = [(sort, plan.decision.home.get(sort.all_input_nodes[0])) for sort in sorts(plan.graph)]
+    counts = [1 if home is None else _parts([home], mesh)[0][0] for _, home in known]
+    if max(counts, default=1) == 1 or len(counts) != len(sorts(graph)):
+        return None
+    blocked, env = copy_graph(graph)
+    pairs = zip([env[sort] for sort in sorts(graph)], counts, strict=True)
+    if not any([in_blocks(blocked, sort, count) for sort, count in pairs]):
+        return None
+    return blocked, _given_in(given, env, blocked)
+
+
+def _chosen(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
+    """The cheapest plan found for a graph.
 
     If an axis splits both parameters and a batch, parameters are gathered, as under full sharding. If the
     axis splits an inner dim of the batch (positions, under sequence parallelism), two plans are computed:

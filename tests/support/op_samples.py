@@ -8,14 +8,21 @@ from typing import Any
 
 import torch
 from attention_kernels import SAMPLES as ATTENTION_ON_CUDA
+from bag_samples import BAGS
 from batched_samples import BATCHED
 from block_samples import BLOCKS
 from pointwise_samples import pointwise_samples
 from sample_calls import F64, S, Sample, bools, holes, ids, onto_zeros, x
 
+from torchard.functional.effects.grouped_products import GROUPED_MM, GROUPED_OUTER
 from torchard.functional.programs.markers import again, enter, item, leave, listed, row, rows, total
 
 aten, prims = torch.ops.aten, torch.ops.prims
+# Of groups: one is empty, and a row is in none.
+BEGINS, ENDS = (torch.tensor(each, dtype=torch.int32) for each in ([0, 2, 2, 3], [2, 2, 3, 6]))
+# In three blocks of five rows.
+BLOCKS_BEGIN = torch.tensor([[0, 2, 2, 3], [0, 0, 0, 1], [0, 1, 2, 5]], dtype=torch.int32)
+BLOCKS_END = torch.tensor([[2, 2, 3, 4], [0, 0, 1, 5], [1, 2, 5, 5]], dtype=torch.int32)
 
 
 def backward_of_norm(full: bool = True, mask: list[bool] | None = None, inner: int = 1) -> Sample:
@@ -217,6 +224,14 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(7, 3), ids(5, 7), 5, 3, False),
         S(x(7, 3), ids(5, 7), 5, 0, False),
         S(x(3), ids(5), 5, -1, False),
+    ],
+    GROUPED_MM: [
+        S(x(7, 3), x(4, 3, 2), BEGINS, ENDS, 4),
+        S(x(15, 3), x(4, 3, 2), BLOCKS_BEGIN, BLOCKS_END, 4),
+    ],
+    GROUPED_OUTER: [
+        S(x(7, 3), x(7, 2), BEGINS, ENDS, 4),
+        S(x(15, 3), x(15, 2), BLOCKS_BEGIN, BLOCKS_END, 4),
     ],
     aten.gather.default: [
         S(x(5, 4), 0, ids(5, 3, 4)),
@@ -514,7 +529,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.std.correction: VAR,
     aten.var_mean.correction: VAR,
 }
-SAMPLES |= BATCHED | BLOCKS
+SAMPLES |= BAGS | BATCHED | BLOCKS
 
 
 @functools.cache

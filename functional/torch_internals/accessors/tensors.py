@@ -21,6 +21,7 @@ __all__ = [
     "OpOverloadPacket",
     "check_like",
     "direct",
+    "grouped_mm",
     "in_memory_of",
     "is_legacy_batched",
     "is_mutable",
@@ -44,6 +45,9 @@ __all__ = [
 
 require(torch.Tensor, "_is_view", "_make_wrapper_subclass", "_version")
 require(torch.UntypedStorage, "_cdata")
+require(torch, "_grouped_mm")
+
+grouped_mm: Any = torch._grouped_mm  # which torch.nn.functional.grouped_mm calls
 
 VERSION = "_version"
 # The version counter of a tensor; RuntimeError for inference tensors, which have none. Autograd relies on

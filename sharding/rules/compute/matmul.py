@@ -1,9 +1,18 @@
-"""Contractions: products of matrices and vectors, which sum over one factor."""
+"""Contractions: products of matrices and vectors, which sum over one factor.
+
+In products of groups of rows, with a matrix for each, rows stay where they are: a rank with some of the
+rows has begins and ends of the groups counted from its first row. A rank with some of the groups computes
+their rows and has zeros for all others, so results add up.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torchard.functional.effects.grouped_products import GROUPED_MM, GROUPED_OUTER
 from torchard.functional.torch_internals.operators import aten
-from torchard.sharding.rules.registry import Call, register_rule
+from torchard.sharding.rules.registry import Call, Local, register_rule
 
 register_rule(aten.mm.default, text="i k, k j -> i j | linear 0 | linear 1")
 register_rule(aten.bmm.default, text="b i k, b k j -> b i j | linear 0 | linear 1")
@@ -34,3 +43,36 @@ def _baddbmm(call: Call) -> str:
 
 register_rule(aten.addmm.default, text=_addmm)
 register_rule(aten.baddbmm.default, text=_baddbmm)
+
+
+# -- groups of rows, with a matrix for each -------------------------------------------------------
+
+
+def _emit_groups(call: Call, local: Local) -> Any:
+    x, other, *places, groups = local.args
+    if len(call.ins[2]) == 1 and len(rows := local.operand_range(0, 0)) < call.ins[0][0]:
+        places = [_within(local, at, rows) for at in places]
+    return local.call(call.target, x, other, *places, groups)
+
+
+def _within(local: Local, at: Any, rows: range) -> Any:
+    """Positions among all rows, counted from a rank's first and at most its number of rows."""
+    return local.call(
+        aten.clamp.default, local.call(aten.sub.Tensor, at, rows.start), 0, len(rows)
+    )
+
+
+def _groups(rule: str) -> Callable[[Call], str]:
+    """The rule, with rows in blocks where the places of groups are; a block is not split."""
+
+    def text(call: Call) -> str:
+        if len(call.ins[2]) == 1:
+            return f"{rule} | run s e | linear 0 | linear 1"
+        blocks = rule.replace("s ", "(r s) ").replace(" e,", " r e,").replace(", e ->", ", r e ->")
+        return f"{blocks} | whole s | run e | linear 0 | linear 1"
+
+    return text
+
+
+register_rule(GROUPED_MM, text=_groups("s k, e k n, e, e -> s n"), emit=_emit_groups)
+register_rule(GROUPED_OUTER, text=_groups("s k, s n, e, e -> e k n"), emit=_emit_groups)

@@ -1,6 +1,7 @@
 """Factor rules of operations that rearrange, read or write elements, one file per family."""
 
 from torchard.sharding.rules.data_movement import (
+    bags,
     copies,
     diagonal,
     index,
@@ -11,6 +12,7 @@ from torchard.sharding.rules.data_movement import (
 )
 
 __all__ = [
+    "bags",
     "copies",
     "diagonal",
     "index",

@@ -22,45 +22,23 @@ from torchard.sharding.rules.data_movement.counting import (
     indexed,
     local_count,
 )
+from torchard.sharding.rules.data_movement.owned import (
+    from_the_end,
+    masked,
+    owned,
+    sent_away,
+    spare_slot,
+)
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
-
-
-def _owned(local: Local, ids: Any, own: range, size: int, *, refuse: bool) -> tuple[Any, Any]:
-    """A mask of the ids in the owned run, and the ids relative to its start (0 where masked out).
-
-    With ``refuse``, ids out of bounds belong to the first or last shard, whose kernel refuses them as it
-    would on the whole table. Without it they belong to no shard, as the forward has refused them.
-    """
-    checks = []
-    if own.start > 0 or not refuse:
-        checks.append(local.call(aten.ge.Scalar, ids, own.start))
-    if own.stop < size or not refuse:
-        checks.append(local.call(aten.lt.Scalar, ids, own.stop))
-    mask = checks[0] if len(checks) == 1 else local.call(aten.logical_and.default, *checks)
-    shifted = local.call(aten.sub.Tensor, ids, own.start)
-    return mask, local.call(aten.where.ScalarOther, mask, shifted, 0)
-
-
-def _from_the_end(local: Local, ids: Any, size: int) -> Any:
-    """The ids, with negative ones counted from the end."""
-    negative = local.call(aten.lt.Scalar, ids, 0)
-    return local.call(aten.where.self, negative, local.call(aten.add.Tensor, ids, size), ids)
-
-
-def _masked(local: Local, mask: Any, value: Any, end: int, rank: int) -> Any:
-    """``value``, of ``rank`` dims, where the mask is set, else zero; the mask's dims end at ``end``."""
-    for _ in range(rank - end):
-        mask = local.call(aten.unsqueeze.default, mask, -1)
-    return local.call(aten.where.ScalarOther, mask, value, False)  # False adds nothing in any dtype
 
 
 def _emit_embedding(call: Call, local: Local) -> Any:
     own, size = local.operand_range(0, 0), call.ins[0][0]
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
-    mask, ids = _owned(local, local.args[1], own, size, refuse=True)
+    mask, ids = owned(local, local.args[1], own, size, refuse=True)
     rows = local.call(aten.embedding.default, local.args[0], ids)
-    return _masked(local, mask, rows, len(call.ins[1]), len(call.outs[0]))
+    return masked(local, mask, rows, len(call.ins[1]), len(call.outs[0]))
 
 
 register_rule(
@@ -104,8 +82,8 @@ def _emit_embedding_backward(call: Call, local: Local) -> Any:
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
     grad, ids = local.args[0], local.args[1]
-    mask, ids = _owned(local, ids, own, size, refuse=False)
-    grad = _masked(local, mask, grad, len(call.ins[1]), len(call.ins[0]))
+    mask, ids = owned(local, ids, own, size, refuse=False)
+    grad = masked(local, mask, grad, len(call.ins[1]), len(call.ins[0]))
     pad = call.arg(3)
     pad = pad - own.start if pad in own else -1
     return local.call(call.target, grad, ids, len(own), pad, False)
@@ -154,7 +132,7 @@ def _emit_gather(call: Call, local: Local) -> Any:
     own, size = local.operand_range(0, dim), call.ins[0][dim]
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
-    mask, ids = _owned(local, local.args[2], own, size, refuse=True)
+    mask, ids = owned(local, local.args[2], own, size, refuse=True)
     values = local.call(aten.gather.default, local.args[0], dim, ids)
     return local.call(aten.where.ScalarOther, mask, values, False)
 
@@ -196,19 +174,6 @@ def _scatter(call: Call) -> str | None:
     return f"{', '.join(ins)} -> {spell(names)}{clauses}" + "".join(f" | whole {w}" for w in whole)
 
 
-def _sent_away(local: Local, ids: Any, own: range, size: int) -> Any:
-    """The ids relative to the owned run; ids of other rows point at the spare slot after it."""
-    mask, shifted = _owned(local, ids, own, size, refuse=False)
-    others = local.call(aten.logical_not.default, mask)
-    return local.call(aten.masked_fill.Scalar, shifted, others, len(own))
-
-
-def _spare_slot(local: Local, table: Any, shape: list[int], dim: int) -> Any:
-    """The table with a spare slot at the end of ``dim``, for writes that are to be discarded."""
-    shape = list(shape)
-    shape[dim] = 1
-    spare = local.call(aten.new_zeros.default, table, shape)
-    return local.call(aten.cat.default, [table, spare], dim)
 
 
 _SUMMING = (aten.scatter_add.default, aten.index_add.default)  # a masked value adds zero
@@ -228,11 +193,11 @@ def _emit_scatter(call: Call, local: Local) -> Any:
         return local.call(call.target, *local.args, **local.kwargs)
     table, _, ids, *rest = local.args
     if call.target in _SUMMING:
-        mask, ids = _owned(local, ids, own, size, refuse=False)
-        rest[0] = _masked(local, mask, rest[0], *_ids_in(call, dim))
+        mask, ids = owned(local, ids, own, size, refuse=False)
+        rest[0] = masked(local, mask, rest[0], *_ids_in(call, dim))
         return local.call(call.target, table, dim, ids, *rest, **local.kwargs)
-    ids = _sent_away(local, ids, own, size)
-    extended = _spare_slot(local, table, local.shape(), dim)
+    ids = sent_away(local, ids, own, size)
+    extended = spare_slot(local, table, local.shape(), dim)
     out = local.call(call.target, extended, dim, ids, *rest, **local.kwargs)
     return local.call(aten.slice.Tensor, out, dim, 0, len(own))
 
@@ -276,9 +241,9 @@ def _emit_index_select(call: Call, local: Local) -> Any:
     own, size = local.operand_range(0, dim), call.ins[0][dim]
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
-    mask, ids = _owned(local, local.args[2], own, size, refuse=True)
+    mask, ids = owned(local, local.args[2], own, size, refuse=True)
     rows = local.call(aten.index_select.default, local.args[0], dim, ids)
-    return _masked(local, mask, rows, dim + 1, len(call.outs[0]))
+    return masked(local, mask, rows, dim + 1, len(call.outs[0]))
 
 
 register_rule(aten.index_select.default, text=_index_select, emit=_emit_index_select)
@@ -300,14 +265,14 @@ def _looked_up(
     local: Local,
     indices: list[Any],
     axes: Callable[[int], Sequence[str]],
-    owned: Callable[[int], range],
+    runs: Callable[[int], range],
 ) -> list[tuple[int, range]]:
     """Let indices that count a split dim count the rank's rows alone; the other split dims remain.
 
     Args:
         indices: the local indices, which are changed.
         axes: the axes that split a dim of the table.
-        owned: the global indices that the rank owns of a dim.
+        runs: the global indices that the rank owns of a dim.
 
     Returns:
         The dims of which the rank has a part and in which rows are looked up, each with what is owned.
@@ -318,7 +283,7 @@ def _looked_up(
         dim = counting_dim(call, local, operand, axes(d))
         if dim is not None:
             indices[d] = local_count(call, local, operand, dim)
-        elif len(own := owned(d)) < call.ins[0][d]:
+        elif len(own := runs(d)) < call.ins[0][d]:
             rest.append((d, own))
     return rest
 
@@ -326,11 +291,11 @@ def _looked_up(
 def _emit_index(call: Call, local: Local) -> Any:
     table, indices = local.args[0], list(local.args[1])
     masks = []
-    axes, owned = partial(local.operand_axes, 0), partial(local.operand_range, 0)
-    for d, own in _looked_up(call, local, indices, axes, owned):
+    axes, runs = partial(local.operand_axes, 0), partial(local.operand_range, 0)
+    for d, own in _looked_up(call, local, indices, axes, runs):
         size = call.ins[0][d]
-        ids = _from_the_end(local, indices[d], size)
-        mask, shifted = _owned(local, ids, own, size, refuse=True)
+        ids = from_the_end(local, indices[d], size)
+        mask, shifted = owned(local, ids, own, size, refuse=True)
         if own.start == 0:  # an id that is still negative is out of bounds: it must not count again
             out_of_bounds = local.call(aten.lt.Scalar, shifted, 0)
             shifted = local.call(aten.masked_fill.Scalar, shifted, out_of_bounds, len(own))
@@ -340,7 +305,7 @@ def _emit_index(call: Call, local: Local) -> Any:
     dims = indexed(call)
     assert dims is not None
     for mask in masks:
-        values = _masked(local, mask, values, dims.at + len(dims.picked), len(call.outs[0]))
+        values = masked(local, mask, values, dims.at + len(dims.picked), len(call.outs[0]))
     return values
 
 
@@ -370,8 +335,8 @@ def _emit_index_put(call: Call, local: Local) -> Any:
     split = []
     for d, own in _looked_up(call, local, indices, local.result_axes, local.result_range):
         size = call.outs[0][d]
-        indices[d] = _sent_away(local, _from_the_end(local, indices[d], size), own, size)
-        table = _spare_slot(local, table, shape, d)
+        indices[d] = sent_away(local, from_the_end(local, indices[d], size), own, size)
+        table = spare_slot(local, table, shape, d)
         shape[d] += 1
         split.append((d, len(own)))
     out = local.call(call.target, table, indices, *rest, **local.kwargs)
@@ -387,9 +352,9 @@ def _emit_summing_put(call: Call, local: Local) -> Any:
     assert dims is not None
     for d, own in _looked_up(call, local, indices, local.result_axes, local.result_range):
         size = call.outs[0][d]
-        ids = _from_the_end(local, indices[d], size)
-        mask, indices[d] = _owned(local, ids, own, size, refuse=False)
-        values = _masked(local, mask, values, dims.at + len(dims.picked), rank)
+        ids = from_the_end(local, indices[d], size)
+        mask, indices[d] = owned(local, ids, own, size, refuse=False)
+        values = masked(local, mask, values, dims.at + len(dims.picked), rank)
     return local.call(call.target, table, indices, values, accumulate)
 
 

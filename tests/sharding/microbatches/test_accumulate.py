@@ -159,6 +159,11 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 
 halved.register_fake(torch.empty_like)
 
+
+def frequent(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.embedding_bag(x.long(), w, scale_grad_by_freq=True).sum()
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], int, Any, str]] = {
     "batch norm": (batch_norm, 2, (None, 0), r"in batch_norm: .* whole batch.*layer or group norm"),
     "contrastive": (lambda w, x: (x @ w @ x.T).logsumexp(1).sum(), 2, (None, 0), "needs the whole batch"),
@@ -166,9 +171,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], int, Any, str]] = {
         *(lambda w, x: (x @ w).sort(0).values.sum(), 2, (None, 0)),
         r"aten.sort.*dim 0 here\. Compute it outside .* use checkpoint",
     ),
-    "bags": (
-        *(lambda w, x: F.embedding_bag(x.long(), w, mode="max").sum(), 2, (None, 0)),
-        r"use bags that are rows of one matrix, .* or F\.embedding",
+    "bags scaled by frequencies": (
+        *(torch.func.grad(frequent), 2, (None, 0)),
+        r"_embedding_bag_backward.* needs the whole batch",
     ),
     "an operator": (
         *(lambda w, x: halved(x @ w).sum(), 2, (None, 0)),

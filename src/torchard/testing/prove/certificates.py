@@ -3,8 +3,8 @@
 An operation that ranks run as it is, on their parts, is run on parts. If local code differs from the
 operation, the claim is that a rank has the elements that it needs. Then the operator runs on global
 operands of which all that a rank does not have is replaced by other values, which may not change the
-rank's part of the results; or, where results are reduced over ranks, by zeros, which may not change the
-reduction.
+rank's part of the results; or, where results are reduced over ranks, by zeros (where rows are compared,
+by the least value), which may not change the reduction.
 
 Floats are in float64. Factors that the rule calls whole keep their size if they can, as do arguments that
 say positions in them; all others are small.
@@ -28,6 +28,7 @@ from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.factors import Rule
+from torchard.sharding.rules.data_movement.bags import FIRST, LARGEST
 from torchard.sharding.rules.data_movement.counting import counted
 from torchard.sharding.rules.registry import Call, lookup
 from torchard.testing.prove.operations import Claim
@@ -52,6 +53,15 @@ _DRAWS = ("any", "definite", "zero")
 _UNDETERMINED = (torch.ops.aten.empty_like.default,)
 # Operations that add rows to a table; they may add to a table of zeros, in several parts.
 _SUMMING = (aten.index_put.default, aten.index_add.default, aten.scatter_add.default)
+# Bags of ids, with the place where each begins.
+_BAGS = (
+    aten._embedding_bag.default,
+    aten._embedding_bag_forward_only.default,
+    aten._embedding_bag_backward.default,
+    aten._embedding_bag_per_sample_weights_backward.default,
+)
+# For a rank, other ranks' rows are less than all others.
+_COMPARING = (LARGEST, FIRST)
 _KNOWN: dict[Any, str] = {}
 
 
@@ -181,6 +191,8 @@ class _Trial:
     def _counting(self, k: int, drawn: torch.Tensor) -> torch.Tensor:
         """Indices that count along a dim do so in any sizes; ids of each example's rows stay in them."""
         ins, rows = self.rule.ins[k], self.rule.outs[0][0] if self.rule.outs[0] else ()
+        if (bags := self._bags(k)) is not None:
+            return bags.to(drawn.dtype)
         looks_up = self.call.target in (aten.index.Tensor, aten.index_put.default) and k > 0
         dim, stride = counted(self.call.operands[k]) if looks_up else None, 1
         if self.call.target is aten.embedding_dense_backward.default and len(rows) == 2:
@@ -189,6 +201,24 @@ class _Trial:
             return drawn
         steps = torch.arange(drawn.shape[dim]).view([-1 if d == dim else 1 for d in range(drawn.ndim)])
         return (drawn % stride + steps * stride).to(drawn.dtype)
+
+    def _bags(self, k: int) -> torch.Tensor | None:
+        """Where bags begin, or the bag of each id, if all have as many ids; None for other operands.
+
+        The ids come before the first of these operands, the second comes after it.
+        """
+        if self.call.target not in _BAGS:
+            return None
+        for ids in (k - 1, k - 2):
+            factors = self.rule.ins[ids][0] if ids >= 0 else ()
+            if len(factors) == 2 and self.rule.ins[ids + 1] == (factors[:1],):
+                bags, each = (self.sizes[f] for f in factors)
+                count = torch.arange(bags)
+                if ids == k - 1:
+                    return count * each
+                if self.rule.ins[k] == self.rule.ins[ids]:
+                    return count.repeat_interleave(each)
+        return None
 
     def run(self, operands: Values) -> Values:
         """The results for some operands, with arguments that fit these shapes."""
@@ -319,8 +349,17 @@ class _Trial:
             places = torch.arange(x.numel()).view(x.shape)
             here = torch.zeros(x.shape, dtype=torch.bool)
             here.view(-1)[self._part(places, dims, have).reshape(-1)] = True
-            values.append(torch.where(here, x, torch.zeros_like(x) if zeros else self._random(k)))
+            none = self._none(k) if zeros else self._random(k)
+            values.append(torch.where(here, x, none))
         return values
+
+    def _none(self, k: int) -> torch.Tensor:
+        """Values of an operand that change no reduction."""
+        x = self.inputs[k]
+        if self._bags(k) is not None and not is_inexact(x):
+            return x
+        is_table = self.call.target in _COMPARING and is_inexact(x)
+        return torch.full_like(x, -math.inf) if is_table else torch.zeros_like(x)
 
 
 def _has(dims: Dims, factor: int) -> bool:

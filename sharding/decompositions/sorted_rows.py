@@ -1,0 +1,393 @@
+"""Rows that are sorted by group, in blocks: each rank sorts its own rows.
+
+Experts are computed on tokens that are sorted by expert, and then put back in their places. Sorting moves
+every token, although no result depends on the order within it: each row is computed by itself, sums over
+rows do not depend on their order, and products of groups need their groups' rows adjacent. So rows may as
+well be sorted within blocks, one for each rank or microbatch; groups then have a run in each block.
+
+`in_blocks` rewrites a sort, and all that reads its order, if that is true of every operation between:
+
+- **sorted** values have a row for each sorted position. Operations on them may be split along this dim
+  in any way, and read no other value along it: that follows from their factor rules.
+- the order is only used to take rows of other values (``x[order]``, ``x[order // k]``), to add rows to
+  others', to put rows back (``y[inverse]``), and to count the rows of each group.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.effects.grouped_products import GROUPED_MM, GROUPED_OUTER
+from torchard.functional.programs.constants import is_zero
+from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.tags import VAL
+from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.decompositions.decompose import replaced_by, stand_in
+from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.rules.data_movement.counting import counted
+from torchard.sharding.rules.registry import result_index
+
+__all__ = ["in_blocks", "sorts"]
+
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
+
+
+def sorts(graph: fx.Graph) -> list[fx.Node]:
+    """The sorts of a list of integers, with its order."""
+    return [n for n in graph.nodes if n.target is aten.sort.default and _is_list_of_groups(n)]
+
+
+def _args(node: fx.Node) -> Any:
+    return node.args
+
+
+def _is_list_of_groups(node: fx.Node) -> bool:
+    (ids,) = node.all_input_nodes
+    descending = (*node.args, *[None] * 3)[2] or node.kwargs.get("descending", False)
+    is_order = ids.target is operator.getitem and ids.all_input_nodes[0].target is aten.sort.default
+    fits = VAL.of(ids).ndim == 1 and VAL.of(ids).dtype in _INTEGERS
+    return fits and not descending and not is_order
+
+
+def in_blocks(graph: fx.Graph, sort: fx.Node, count: int) -> bool:
+    """Sort in blocks, as many as ``count``, if no result depends on that; whether it was done."""
+    region = _Region(sort, count)
+    if not region.holds(graph):
+        return False
+    region.rewrite(graph)
+    graph.eliminate_dead_code()
+    return True
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What a value says of the order: ``each`` positions share a row, or it is the inverse."""
+
+    each: int = 1
+    inverse: bool = False
+
+
+class _Refused(Exception):
+    """A result depends on the order within the sort."""
+
+
+class _Region:
+    """The values that depend on a sort's order.
+
+    Attributes:
+        orders: values that say where rows come from or go to.
+        dims: of each sorted value, the dim of sorted positions; of a tuple, of each of its results.
+        edits: the nodes that read the order, and how each is replaced.
+        values: the sorted ids.
+    """
+
+    def __init__(self, sort: fx.Node, count: int) -> None:
+        self.sort, self.count = sort, count
+        (self.ids,) = sort.all_input_nodes
+        (self.size,) = VAL.of(self.ids).shape
+        self.rows = self.size // count
+        self.orders: dict[fx.Node, _Order] = {}
+        self.dims: dict[fx.Node, Any] = {}
+        self.inverses: set[fx.Node] = set()
+        self.edits: list[tuple[fx.Node, _Edit]] = []
+        self.values: fx.Node | None = None
+
+    def holds(self, graph: fx.Graph) -> bool:
+        """Whether no result depends on the order."""
+        if self.size % self.count or self.count < 2:
+            return False
+        try:
+            for node in graph.nodes:
+                if node.op == "call_function":
+                    self._visit(node)
+            results = output_values(graph)
+            products = any(n.target in (GROUPED_MM, GROUPED_OUTER) for n, _ in self.edits)
+            return products and not any(map(self._known, results))
+        except _Refused:
+            return False
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            self._item(node)
+        elif any(map(self._known, node.all_input_nodes)):
+            handler = _HANDLERS.get(node.target, _Region._by_rule)
+            handler(self, node)
+
+    def _item(self, node: fx.Node) -> None:
+        source = node.all_input_nodes[0]
+        if source is self.sort:
+            if node.args[1] == 0:
+                self.values, self.dims[node] = node, 0
+            else:
+                self.orders[node] = _Order()
+        elif source in self.inverses:
+            self._need(bool(node.args[1] == 1))
+            self.orders[node] = _Order(inverse=True)
+        elif source in self.dims and (dim := self.dims[source][result_index(node)]) is not None:
+            self.dims[node] = dim
+
+    # -- operations that read the order ----------------------------------------------------------------
+
+    def _divided(self, node: fx.Node) -> None:
+        """``order // k``: k positions for each row."""
+        order, each = _args(node)
+        if order not in self.orders:
+            return self._by_rule(node)
+        self._need(self.orders[order] == _Order() and isinstance(each, int) and each > 0)
+        self._need(self.rows % each == 0)
+        self.orders[node] = _Order(each)
+
+    def _taken(self, node: fx.Node) -> None:
+        """``x[order]``: rows of a value become sorted; ``y[inverse]``: they are put back."""
+        x, (at, *others) = _args(node)
+        if not self._reads_order(node):
+            return self._by_rule(node)
+        order = self._order(at, others)
+        if order.inverse:
+            self._need(self.dims.get(x) == 0)
+        else:
+            self._need(not self._known(x) and VAL.of(x).shape[0] * order.each == self.size)
+            self.dims[node] = 0
+        self.edits.append((node, _take(order)))
+
+    def _put(self, node: fx.Node) -> None:
+        """The inverse of the order, or rows that are added to those of a value."""
+        table, (at, *others), values, *accumulate = _args(node)
+        if not self._reads_order(node):
+            return self._by_rule(node)
+        order = self._order(at, others)
+        if not (accumulate and accumulate[0]):
+            shapes = {tuple(VAL.of(x).shape) for x in (values, table)}
+            self._need(order == _Order() and shapes == {(self.size,)})
+            self._need(counted(values) == 0 and not self._known(table))
+            self.orders[node] = _Order(inverse=True)
+            return
+        shape = VAL.of(table).shape
+        self._need(VAL.of(values).shape == (self.size, *shape[1:]) and is_zero(table))
+        self._need(shape[0] * order.each == self.size)
+        if order.inverse:
+            self._need(not self._known(values))
+            self.dims[node] = 0
+        else:
+            self._need(self.dims.get(values) == 0)
+        self.edits.append((node, _add(order)))
+
+    def _product(self, node: fx.Node) -> None:
+        """A product of groups of sorted rows, with the matrix of each, or with rows."""
+        x, other, begins, ends, _ = _args(node)
+        outer = node.target is GROUPED_OUTER
+        of_other = self.dims.get(other) == 0 if outer else not self._known(other)
+        self._need(self.dims.get(x) == 0 and of_other and self._counts(begins, ends))
+        if not outer:
+            self.dims[node] = 0
+        self.edits.append((node, _multiply))
+
+    def _inverted(self, node: fx.Node) -> None:
+        """The order of the order is its inverse."""
+        self._need(self.orders.get(_args(node)[0]) == _Order() and len(node.args) < 3)
+        self.inverses.add(node)
+
+    def _counted(self, node: fx.Node) -> None:
+        """A histogram is the same in any order."""
+        self._need(_args(node)[0] in self.dims)
+
+    def _counts(self, begins: Any, ends: Any) -> bool:
+        """Whether these are the places of the groups among all sorted rows."""
+        (groups,) = VAL.of(ends).shape
+        if ends.target is not aten.cumsum.default:
+            return False
+        counts: Any = ends.args[0]
+        if counts.target is not aten.histc.default or tuple(counts.args[1:]) != (groups, 0, groups - 1):
+            return False
+        ids = counts.args[0]
+        while ids.target is aten._to_copy.default:
+            ids = ids.args[0]
+        return ids is self.values and groups > 1 and _begin_where_others_end(begins, ends)
+
+    # -- all others ------------------------------------------------------------------------------------
+
+    def _by_rule(self, node: fx.Node) -> None:
+        """An operation on each sorted row by itself, or a reduction over them."""
+        call = Call.of(node)
+        rule = rule_of(call)
+        self._need(not self._reads_order(node) and not rule.gathered)
+        factors = set()
+        for operand, dims in zip(call.operands, rule.ins, strict=True):
+            if operand in self.dims:
+                factors.add(dims[self.dims[operand]])
+        self._need(len(factors) == 1 and len(next(iter(factors))) == 1)
+        ((factor,),) = factors
+        self._need(factor not in rule.whole | rule.run | rule.index)
+        for operand, dims in zip(call.operands, rule.ins, strict=True):
+            beside = [i for i, dim in enumerate(dims) if factor in dim and operand not in self.dims]
+            self._need(all(_is_same_along(operand, i) for i in beside))
+        found = [self._dim_of(dims, factor, rule.combiner) for dims in rule.outs]
+        if isinstance(VAL.of(node), (tuple, list)):
+            self.dims[node] = found
+        elif found[0] is not None:
+            self.dims[node] = found[0]
+
+    def _dim_of(self, dims: Sequence[tuple[int, ...]], factor: int, combiner: Any) -> int | None:
+        on = [i for i, dim in enumerate(dims) if factor in dim]
+        self._need(len(on) == 1 and dims[on[0]] == (factor,) if on else factor in combiner)
+        return on[0] if on else None
+
+    def _order(self, at: Any, others: Sequence[Any]) -> _Order:
+        """The order that says which rows of the first dim are read or written."""
+        self._need(not others and at in self.orders)
+        return self.orders[at]
+
+    def _reads_order(self, node: fx.Node) -> bool:
+        return any(n in self.orders for n in node.all_input_nodes)
+
+    def _known(self, node: Any) -> bool:
+        return node in self.dims or node in self.orders
+
+    def _need(self, condition: bool) -> None:
+        if not condition:
+            raise _Refused
+
+    def rewrite(self, graph: fx.Graph) -> None:
+        """Replace the sort, and what reads its order."""
+        count = self.count
+
+        def in_each(ids: torch.Tensor) -> Any:
+            values, order = ids.reshape(count, -1).sort(1)
+            return values.reshape(-1), values, order, order.sort(1)[1]
+
+        flat, groups, order, back = replaced_by(graph, self.sort, in_each, [self.ids])
+        blocks = _Blocks(graph, count, groups, order, back)
+        if self.values is not None:
+            stand_in(flat, self.values)
+        for node, edit in self.edits:
+            stand_in(edit(node, blocks), node)
+
+
+# -- replacements ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Blocks:
+    """The values of a sort in blocks, each [count, rows]: groups, order, its inverse.
+
+    Attributes:
+        places: begins and ends of groups, [count, groups], once there are any.
+    """
+
+    graph: fx.Graph
+    count: int
+    groups: fx.Node
+    order: fx.Node
+    inverse: fx.Node
+    places: list[fx.Node] | None = None
+
+    def replace(self, node: fx.Node, fn: Callable[..., Any], operands: Sequence[Any]) -> fx.Node:
+        return replaced_by(self.graph, node, fn, operands)[0]
+
+    def within(self, order: _Order) -> fx.Node:
+        return self.inverse if order.inverse else self.order
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """A value with its rows in blocks."""
+        return x.reshape(self.count, len(x) // self.count, *x.shape[1:])
+
+    def at(self, order: torch.Tensor, each: int) -> list[torch.Tensor]:
+        """The index of a block's rows: each block reads its own."""
+        block = torch.arange(self.count, device=order.device)[:, None]
+        return [block, order if each == 1 else order // each]
+
+
+_Edit = Callable[[fx.Node, _Blocks], fx.Node]
+
+
+def _take(order: _Order) -> _Edit:
+    """Rows of a value in another order."""
+
+    def edit(node: fx.Node, blocks: _Blocks) -> fx.Node:
+        def fn(x: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
+            taken = aten.index.Tensor(blocks.split(x), blocks.at(within, order.each))
+            rows: torch.Tensor = taken.reshape(-1, *x.shape[1:])
+            return rows
+
+        return blocks.replace(node, fn, [_args(node)[0], blocks.within(order)])
+
+    return edit
+
+
+def _add(order: _Order) -> _Edit:
+    """Rows that are added to zeros in another order."""
+
+    def edit(node: fx.Node, blocks: _Blocks) -> fx.Node:
+        shape = VAL.of(node).shape
+
+        def fn(values: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
+            zeros = torch.zeros(shape, dtype=values.dtype, device=values.device)
+            at, rows = blocks.at(within, order.each), blocks.split(values)
+            added = aten.index_put.default(blocks.split(zeros), at, rows, True)
+            total: torch.Tensor = added.reshape(shape)
+            return total
+
+        return blocks.replace(node, fn, [_args(node)[2], blocks.within(order)])
+
+    return edit
+
+
+def _multiply(node: fx.Node, blocks: _Blocks) -> fx.Node:
+    """A product with the groups' places in each block."""
+    op: Any = node.target
+    x, other, _, _, groups = _args(node)
+    if blocks.places is None:
+
+        def places(ids: torch.Tensor) -> Any:
+            each = torch.arange(groups, dtype=ids.dtype, device=ids.device)
+            each = each.expand(blocks.count, -1).contiguous()
+            first = torch.searchsorted(ids, each[:, :1].contiguous())
+            ends = (torch.searchsorted(ids, each, right=True) - first).to(torch.int32)
+            return torch.nn.functional.pad(ends[:, :-1], (1, 0)), ends
+
+        blocks.places = replaced_by(blocks.graph, node, places, [blocks.groups])
+
+    def fn(x: Any, other: Any, begins: Any, ends: Any) -> Any:
+        return op(x, other, begins, ends, groups)
+
+    return blocks.replace(node, fn, [x, other, *blocks.places])
+
+
+def _is_same_along(node: fx.Node, dim: int) -> bool:
+    """Whether a value has the same at all indices of a dim: it is filled, or expanded along the dim."""
+    if node.target is aten.full.default or is_zero(node):
+        return True
+    if node.target in (aten._to_copy.default, aten.clone.default, aten.alias.default):
+        return _is_same_along(node.all_input_nodes[0], dim)
+    if node.target is not aten.expand.default:
+        return False
+    (source,) = node.all_input_nodes
+    shape = VAL.of(source).shape
+    at = dim - (VAL.of(node).ndim - len(shape))
+    return at < 0 or shape[at] == 1 or _is_same_along(source, at)
+
+
+def _begin_where_others_end(begins: Any, ends: fx.Node) -> bool:
+    """Whether these are the begins of groups of which the first begins at 0."""
+    before, pad, *filled = begins.args if begins.target is aten.constant_pad_nd.default else (ends, ())
+    if [*pad] != [1, 0] or any(filled) or before.target is not aten.slice.Tensor:
+        return False
+    source, *place = before.args
+    return source is ends and place[:2] == [0, 0] and len(VAL.of(before)) == len(VAL.of(ends)) - 1
+
+
+_HANDLERS: dict[Any, Callable[[_Region, fx.Node], None]] = {
+    aten.floor_divide.default: _Region._divided,
+    aten.index.Tensor: _Region._taken,
+    aten.index_put.default: _Region._put,
+    aten.histc.default: _Region._counted,
+    aten.sort.default: _Region._inverted,
+    GROUPED_MM: _Region._product,
+    GROUPED_OUTER: _Region._product,
+}
