@@ -10,7 +10,6 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.program import Placement, Program
 from torchard.functional.programs.tags import HALVES
-from torchard.functional.programs.views import is_dense
 
 __all__ = ["Owned", "donated_inputs", "donated_parts", "own"]
 
@@ -79,4 +78,4 @@ _requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 def _is_plain(x: torch.Tensor) -> bool:
     frozen = x.is_inference() and not torch.is_inference_mode_enabled()
-    return is_dense(x) and not (x.is_conj() or x.is_neg() or frozen)
+    return not (x.is_conj() or x.is_neg() or frozen)
