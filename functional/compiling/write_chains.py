@@ -23,29 +23,28 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.effects.in_place import WRITTEN_VIEWS
 from torchard.functional.programs.graphs import output_node
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_dense, is_view
 from torchard.functional.torch_internals.operators import COLLECTIVES, aten, c10d, prims
 
-__all__ = ["IN_PLACE", "WRITTEN_VIEWS", "Chain", "ChainedWrite", "chains", "operand_of"]
+__all__ = ["Chain", "ChainedWrite", "chains", "operand_of"]
 
-# By a write into a view of its base, that view.
-WRITTEN_VIEWS: dict[Any, Any] = {
-    aten.select_scatter.default: aten.select.int,
-    aten.slice_scatter.default: aten.slice.Tensor,
-}
-# By any other write, the operation that does it in place.
-IN_PLACE: dict[Any, Any] = {
-    aten.index_put.default: aten.index_put_.default,
-    aten._unsafe_index_put.default: aten.index_put_.default,
-    aten.scatter.src: aten.scatter_.src,
-    aten.scatter.value: aten.scatter_.value,
-    aten.scatter.reduce: aten.scatter_.reduce,
-    aten.scatter.value_reduce: aten.scatter_.value_reduce,
-    aten.scatter_add.default: aten.scatter_add_.default,
-    aten.scatter_reduce.two: aten.scatter_reduce_.two,
-}
+# The writes to elements at indices that Inductor does in place.
+_INDEXED: frozenset[Any] = frozenset(
+    {
+        aten.index_put.default,
+        aten._unsafe_index_put.default,
+        aten.scatter.src,
+        aten.scatter.value,
+        aten.scatter.reduce,
+        aten.scatter.value_reduce,
+        aten.scatter_add.default,
+        aten.scatter_reduce.two,
+    }
+)
+_PLACED = (aten.select_scatter.default, aten.slice_scatter.default)
 # Other shapes of the same elements in the same order.
 _RESHAPES = (
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
@@ -129,7 +128,7 @@ class _Search:
         """The chains that have writes."""
         done: set[fx.Node] = set()
         for node in list(self.graph.nodes):
-            if node in done or not (node.target in WRITTEN_VIEWS or node.target in IN_PLACE):
+            if node in done or not (node.target in _PLACED or node.target in _INDEXED):
                 continue
             write = _write(node)
             done.update(write.steps)
@@ -180,7 +179,7 @@ def _write(node: fx.Node) -> ChainedWrite:
     """The write that begins with this one."""
     write = ChainedWrite([node], [], operand_of(node), node)
     while (outer := _outer(write.value, write.base)) is not None:
-        if outer.target in WRITTEN_VIEWS:
+        if outer.target in _PLACED:
             write.steps.append(outer)
         write.views.insert(0, write.base)
         write.value, write.base = outer, operand_of(write.base)
@@ -205,7 +204,7 @@ def _outer(value: fx.Node, base: fx.Node) -> fx.Node | None:
 def _is_written_back(user: fx.Node, value: fx.Node, base: fx.Node) -> bool:
     """Whether a user of a value does with it the inverse of what made its base."""
     whole = operand_of(base)
-    if user.target in WRITTEN_VIEWS:
+    if user.target in _PLACED:
         return bool(user.args[:2] == (whole, value)) and _is_place(base, user)
     if user.args[0] is not value:
         return False
@@ -245,7 +244,7 @@ def _is_possible(write: ChainedWrite) -> bool:
     value, first = VAL.of(write.value), write.first
     if value.is_complex() or not is_dense(value) or value.stride() != VAL.of(write.base).stride():
         return False
-    if first.target in WRITTEN_VIEWS:
+    if first.target in _PLACED:
         value_written: Any = first.args[1]
         part, source = _written(first), VAL.of(value_written)
         if (part.shape, part.dtype) != (source.shape, source.dtype) or (

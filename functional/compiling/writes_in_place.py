@@ -16,13 +16,12 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.compiling.write_chains import (
-    IN_PLACE,
-    WRITTEN_VIEWS,
     Chain,
     ChainedWrite,
     chains,
     operand_of,
 )
+from torchard.functional.effects.in_place import WRITTEN_VIEWS, in_place_variant
 from torchard.functional.programs.graphs import Inserter
 from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES, VAL
 from torchard.functional.programs.views import depending_on
@@ -87,7 +86,7 @@ def _convert(write: ChainedWrite, reading: set[fx.Node], copies: bool) -> None:
         part = insert(WRITTEN_VIEWS[first.target], written, *where, **named)
         insert(aten.copy_.default, part, source)
     else:
-        insert(IN_PLACE[first.target], written, *operands, **named)
+        insert(in_place_variant(first.target), written, *operands, **named)
     for step in write.steps:
         step.replace_all_uses_with(places[operand_of(step)])
         step.graph.erase_node(step)

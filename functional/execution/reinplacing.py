@@ -15,7 +15,7 @@ and a node writes if in each of its executions
 - no other operand is in the storage.
 
 A part of a part is written in one step: ``y[i][j] = x`` is the scatter of ``y[i]``, into which ``x`` was
-scattered, back to where it lies in ``y``.
+scattered, back to where it lies in ``y``. So is ``y[i] += x``, whose sum is scattered back.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
+from torchard.functional.effects.in_place import (
+    SCATTERS,
+    WRITTEN_VIEWS,
+    in_place_variant,
+    is_pointwise,
+)
 from torchard.functional.execution.instructions import (
     Assign,
     Compute,
@@ -55,44 +62,16 @@ from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["Reinplaced", "reinplaced"]
 
-# Operator -> the view of its first operand to which it copies its second one.
-_PARTS: dict[Any, Any] = {
-    aten.select_scatter.default: aten.select.int,
-    aten.slice_scatter.default: aten.slice.Tensor,
-    aten.diagonal_scatter.default: aten.diagonal.default,
-}
-
-# Operator -> the operator that does the same in its first operand.
-_TWINS: dict[Any, Any] = {
-    aten.index_put.default: aten.index_put_.default,
-    aten._unsafe_index_put.default: aten.index_put_.default,
-    aten.index_copy.default: aten.index_copy_.default,
-    aten.index_add.default: aten.index_add_.default,
-    aten.index_fill.int_Scalar: aten.index_fill_.int_Scalar,
-    aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor,
-    aten.index_reduce.default: aten.index_reduce_.default,
-    aten.scatter.src: aten.scatter_.src,
-    aten.scatter.value: aten.scatter_.value,
-    aten.scatter.reduce: aten.scatter_.reduce,
-    aten.scatter.value_reduce: aten.scatter_.value_reduce,
-    aten.scatter_add.default: aten.scatter_add_.default,
-    aten.scatter_reduce.two: aten.scatter_reduce_.two,
-    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
-    aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
-    aten.masked_scatter.default: aten.masked_scatter_.default,
-    aten.put.default: aten.put_.default,
-    aten.copy.default: aten.copy_.default,
-}
-
 # Copies that are not made: the value lies in the operand.
 _COPIES = (aten.clone.default,)
 
-# Of these, those whose results may be larger than the base.
+# Scatters whose results may be larger than the base.
 _BROADCAST = (
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
     aten.masked_scatter.default,
 )
+
 
 class Reinplaced(NamedTuple):
     """Instructions with writes.
@@ -121,25 +100,29 @@ def reinplaced(
         half_of: the half of a joint program that a node is in: each has a list of its own, whose inputs
             are not written.
     """
-    candidates = [
-        each.node
-        for each in _within(instructions)
-        if isinstance(each, Compute) and _base(each.node) is not None
-    ]
-    if not candidates:
+    computed = [each.node for each in _within(instructions) if isinstance(each, Compute)]
+    copying = [node for node in computed if _base(node) is not None]
+    if not copying:
         return Reinplaced(instructions)
+    put_back = {inner: outer for outer in copying if (inner := _put_back(outer)) is not None}
+    candidates = [node for node in computed if node in put_back or _base(node) is not None]
     reads = MemoryReads(inputs, donated, half_of, candidates)
     reads.all(instructions)
-    nodes = _which_write(candidates, reads)
+    nodes = _which_write(candidates, put_back, reads)
     stacks = _written_stacks(nodes, reads)
     changed = _Rewriting(nodes, stacks, reads.alone() if donated else []).all(instructions)
     taken = [i for i in donated if reads.is_written(i, nodes)]
     return Reinplaced(changed, {**nodes, **dict.fromkeys(stacks, True)}, taken)
 
 
-def _which_write(candidates: Sequence[fx.Node], reads: MemoryReads) -> dict[fx.Node, bool]:
-    """The candidates that write, each with whether its value already lies in its base."""
-    put_back = {inner: outer for outer in candidates if (inner := _put_back(outer)) is not None}
+def _which_write(
+    candidates: Sequence[fx.Node], put_back: Mapping[fx.Node, fx.Node], reads: MemoryReads
+) -> dict[fx.Node, bool]:
+    """The candidates that write, each with whether its value already lies in its base.
+
+    Args:
+        put_back: by write to a part, the write that puts its result back to where the part lies.
+    """
     found: dict[fx.Node, bool] = {}
     for node in reversed(candidates):
         inside, outer = {node}, put_back.get(node)
@@ -170,7 +153,7 @@ def _strides_are_those_of(node: fx.Node, dense: bool) -> bool:
     """
     have, base = VAL.get(node), VAL.get(node.all_input_nodes[0])
     if have is None or base is None:
-        return dense or node.target in _PARTS
+        return dense or node.target in WRITTEN_VIEWS
     return bool(have.stride() == base.stride())
 
 
@@ -182,7 +165,7 @@ def _written_stacks(nodes: Mapping[fx.Node, bool], reads: MemoryReads) -> dict[f
         value, count, *others = reader.args
         source: Any = value
         while source in nodes:
-            source = _base(source)
+            source = source.args[0]
         if source is value or source.target is not row or value in bases or others:
             continue
         loop, (stack,) = LOOP.of(source), source.all_input_nodes
@@ -194,7 +177,7 @@ def _written_stacks(nodes: Mapping[fx.Node, bool], reads: MemoryReads) -> dict[f
 def _base(node: fx.Node) -> fx.Node | None:
     """The operand that an operation copies, and writes to."""
     copies = node.target in _COPIES and not node.kwargs
-    known = copies or node.target in _PARTS or node.target in _TWINS
+    known = copies or node.target in WRITTEN_VIEWS or node.target in SCATTERS
     base = node.args[0] if known and node.args else None
     if not isinstance(base, fx.Node) or (node.target in _BROADCAST and _shape(node) != _shape(base)):
         return None
@@ -208,15 +191,25 @@ def _shape(node: fx.Node) -> Any:
 
 def _put_back(outer: fx.Node) -> fx.Node | None:
     """The write to a part of a base whose result this node scatters back to where the part lies."""
-    part_of = _PARTS.get(outer.target)
+    part_of = WRITTEN_VIEWS.get(outer.target)
     inner = outer.args[1] if part_of is not None else None
     if not isinstance(inner, fx.Node) or len(inner.users) > 1 or LOOP.get(inner) is not LOOP.get(outer):
         return None
-    part = _base(inner)
+    part = _base(inner) or _updated(inner)
     if part is None or part.target is not part_of or LOOP.get(part) is not LOOP.get(outer):
         return None
     there = (outer.args[0], *outer.args[2:]), outer.kwargs
     return inner if (tuple(part.args), part.kwargs) == there else None
+
+
+def _updated(node: fx.Node) -> fx.Node | None:
+    """The operand of which each element is replaced by one that is computed from it."""
+    base, have = node.args[0] if node.args else None, VAL.get(node)
+    if not isinstance(base, fx.Node) or not is_pointwise(node.target):
+        return None
+    # Kernels for complex64 round otherwise in place (torch 2.13).
+    exact = have is None or (have.dtype == VAL.of(base).dtype and have.dtype != torch.complex64)
+    return base if exact and in_place_variant(node.target) is not None else None
 
 
 def _reads_another_part(node: fx.Node) -> bool:
@@ -298,13 +291,10 @@ class _Rewriting:
                 yield each
 
     def _write(self, node: fx.Node, slot: str, slots: SlotNames) -> Instruction:
-        base = _base(node)
-        assert base is not None
-        if self.nodes[node]:
-            return Assign(node, [slot], [slots[base]])
-        part = _PARTS.get(node.target)
-        write = aten.copy_.default if part is not None else _TWINS[node.target]
-        return Write(node, slot, slots, write, part)
+        part = WRITTEN_VIEWS.get(node.target)
+        write = aten.copy_.default if part is not None else in_place_variant(node.target)
+        written = Write(node, slot, slots, write, part)
+        return Assign(node, [slot], [written.base]) if self.nodes[node] else written
 
 
 def _within(instructions: Sequence[Instruction]) -> Iterator[Instruction]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.memory.out_variants import in_place_variant, is_pointwise, out_variant
+from torchard.functional.effects.in_place import in_place_variant, is_pointwise
+from torchard.functional.memory.out_variants import out_variant
 from torchard.functional.memory.tape import Recorder, Step, Tape
 from torchard.functional.programs.labels import Label
 from torchard.functional.torch_internals.operators import aten, c10d, prims

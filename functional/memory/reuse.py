@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.effects.in_place import is_pointwise
 from torchard.functional.memory.destinations import ALLOCATIONS
 from torchard.functional.memory.lifetimes import Buffer, Lifetimes
-from torchard.functional.memory.out_variants import is_pointwise
 from torchard.functional.memory.tape import Step, Tape, part_of
 from torchard.functional.torch_internals.operators import aten
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.effects.in_place import SCATTERS, is_pointwise
 from torchard.functional.programs.flops import flops, op_name
 from torchard.functional.programs.loops import is_apart, times
 from torchard.functional.programs.markers import is_marker, listed, rows, total
@@ -54,7 +55,7 @@ def bytes_touched(node: fx.Node, written: bool | None = None) -> int:
     if is_marker(node):
         return _collected(node)
     values = [VAL.get(n) for n in node.all_input_nodes]
-    if written is None:
+    if written is None or (is_pointwise(node.target) and node.target not in SCATTERS):
         return times(node) * sum(map(_bytes, [*values, VAL.get(node)]))
     base: torch.Tensor = VAL.of(node)
     changed = _elements_written(node) * base.element_size()
