@@ -7,6 +7,7 @@ are added to zeros, as in gradients of lookups, the ids may be split too: the re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -332,8 +333,12 @@ def _emit_index_put(call: Call, local: Local) -> Any:
     if len(rest) > 1 and rest[1]:
         return _emit_summing_put(call, local)
     indices, shape = list(indices), local.shape()
+    used = [d for d, index in enumerate(indices) if index is not None]
+    looked_up = _looked_up(call, local, indices, local.result_axes, local.result_range)
+    if all(math.prod(call.ins[1 + used.index(d)]) == 1 for d, _ in looked_up):
+        return _emit_put_in_one_place(call, local, indices, looked_up)
     split = []
-    for d, own in _looked_up(call, local, indices, local.result_axes, local.result_range):
+    for d, own in looked_up:
         size = call.outs[0][d]
         indices[d] = sent_away(local, from_the_end(local, indices[d], size), own, size)
         table = spare_slot(local, table, shape, d)
@@ -343,6 +348,26 @@ def _emit_index_put(call: Call, local: Local) -> Any:
     for d, n in split:
         out = local.call(aten.slice.Tensor, out, d, 0, n)
     return out
+
+
+def _emit_put_in_one_place(
+    call: Call, local: Local, indices: list[Any], looked_up: Sequence[tuple[int, range]]
+) -> Any:
+    """Write where a single index of each split dim points: on other ranks, what is there already.
+
+    The table is not copied for a spare slot, so that a cache that is split along it is written in place.
+    """
+    table, _, values, *rest = local.args
+    masks = []
+    for d, own in looked_up:
+        size = call.outs[0][d]
+        ids = from_the_end(local, indices[d], size)
+        mask, indices[d] = owned(local, ids, own, size, refuse=False)
+        masks.append(local.call(aten.reshape.default, mask, []))
+    for here in masks:
+        before = local.call(aten.index.Tensor, table, indices)
+        values = local.call(aten.where.self, here, values, before)
+    return local.call(call.target, table, indices, values, *rest, **local.kwargs)
 
 
 def _emit_summing_put(call: Call, local: Local) -> Any:
