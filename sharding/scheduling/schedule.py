@@ -153,7 +153,8 @@ def _only_updates(program: Program) -> set[fx.Node]:
             arrived.add(node)
     late: set[fx.Node] = set()  # all users of a late node are late
     for node in reversed(graph.nodes):
-        kept = node.op != "call_function" or STEP.on(node)
+        # what an iteration hands on has no users
+        kept = node.op != "call_function" or STEP.on(node) or not node.users
         waits = node in arrived or PHASE.get(node) != "backward"
         if waits and not kept and all(u in late or (u is results and node in ends) for u in node.users):
             late.add(node)

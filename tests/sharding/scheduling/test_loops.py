@@ -13,7 +13,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchard import Mesh, MeshTensor, P, optim, place, shard
+from torchard import Mesh, MeshTensor, P, full, optim, place, repeat, shard
 from torchard.sharding.testing import random_spec
 
 MESHES = [Mesh(axes, virtual=True) for axes in ({"dp": 2}, {"dp": 2, "tp": 2})]
@@ -93,3 +93,19 @@ def test_a_step_that_is_called_with_its_results_is_planned_once(
         strict=True,
     ):
         torch.testing.assert_close(have.full() if is_leaf(have) else have, known)
+
+
+def test_an_update_that_a_loop_reads_stays_before_it() -> None:
+    """Though nothing reads the carry that the loop hands on."""
+
+    def step(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = w.clone()
+        new = y.clone()
+        rows = torch.stack([new, new + 1, new * 2])
+        carry, _ = repeat(lambda row, c: (c[1] % 7, row % 7), rows, (y, y * 2))
+        return new, carry.sum()
+
+    w, mesh = torch.arange(4.0), Mesh({"dp": 2}, virtual=True)
+    shard(step, mesh).lower(w).graph.lint()
+    for have, want in zip(shard(step, mesh)(w), step(w), strict=True):
+        assert torch.equal(full(have), want)
