@@ -17,48 +17,41 @@ class Lock:
     held by other threads of the parent are never released.
     """
 
-    __slots__ = ("__weakref__", "_lock")
+    __slots__ = ("__weakref__", "_depth", "_lock", "_owner")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._owner: int | None = None
+        self._depth = 0
         _all.add(self)
 
     def __enter__(self) -> None:
         self._lock.acquire()
+        self._owner = threading.get_ident()
+        self._depth += 1
 
     def __exit__(self, *_: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
         self._lock.release()
 
     def is_held(self) -> bool:
         """Whether this thread holds the lock."""
-        held = _release(self._lock)
-        if held:
-            self._lock.acquire()
-        return held
+        return self._owner == threading.get_ident()
 
     def __reduce__(self) -> Any:
         return Lock, ()
 
     def after_fork(self) -> None:
         """In the child of a fork: release the lock, unless the forking thread itself held it."""
-        depth = 0
-        # Only the owner can release it.
-        while _release(self._lock):
-            depth += 1
-        self._lock = threading.RLock()
+        depth = self._depth if self.is_held() else 0
+        self._lock, self._owner, self._depth = threading.RLock(), None, 0
         for _ in range(depth):
-            self._lock.acquire()
+            self.__enter__()
 
 
 _all: weakref.WeakSet[Lock] = weakref.WeakSet()
-
-
-def _release(lock: Any) -> bool:
-    try:
-        lock.release()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _after_fork() -> None:
