@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.compiling.exact_routes import read_twice
 from torchard.functional.compiling.faulty_lowerings import call_torch
 from torchard.functional.compiling.rounded_constants import fold_conversions, round_numbers
@@ -68,11 +69,18 @@ WRITES = {
 
 
 def copy_before_writes(graph: fx.Graph) -> None:
-    """Copy values of several elements in one place of memory before something is written into them."""
+    """Copy values of several elements in one place of memory before something is written into them.
+
+    Copied are also operands that are views of what is written into: Inductor (torch 2.13) reads them
+    while it writes.
+    """
     for node in list(graph.nodes):
         if node.target not in WRITES:
             continue
         written = node.args[0]
+        for operand in node.all_input_nodes:
+            if operand is not written and _share_memory(operand, written):
+                _copy_operand(node, operand)
         if not isinstance(written, fx.Node) or not _may_overlap(written):
             continue
         with graph.inserting_before(node):
@@ -81,6 +89,19 @@ def copy_before_writes(graph: fx.Graph) -> None:
             )
         VAL.set(whole, VAL.of(written).contiguous())
         node.replace_input_with(written, whole)
+
+
+def _share_memory(one: fx.Node, other: object) -> bool:
+    values = [VAL.get(x) for x in (one, other) if isinstance(x, fx.Node)]
+    numbers = {internals.storage_id(x) for x in values if isinstance(x, torch.Tensor)}
+    return len(values) == 2 and len(numbers) == 1
+
+
+def _copy_operand(node: fx.Node, operand: fx.Node) -> None:
+    with node.graph.inserting_before(node):
+        copy = node.graph.call_function(aten.clone.default, (operand,))
+    VAL.set(copy, VAL.of(operand).clone())
+    node.replace_input_with(operand, copy)
 
 
 def _may_overlap(node: fx.Node) -> bool:

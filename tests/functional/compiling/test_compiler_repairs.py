@@ -238,3 +238,18 @@ def test_settings_that_compilers_read_are_part_of_the_key() -> None:
             torch.use_deterministic_algorithms(False)
         run(x)
         assert compile_graph.call_count == 2
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("places", [[0, 2], [1, 3], [1, 0]])
+@pytest.mark.parametrize("name", ["index_copy", "index_add"])
+def test_a_write_of_what_is_written_over(name: str, places: list[int], donated: bool) -> None:
+    """Inductor (torch 2.13) reads the source while it writes: torch.compile is wrong here."""
+
+    def fn(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        y = x + 2
+        return getattr(y, name)(0, at, y[:2])
+
+    x, at = torch.arange(16.0).reshape(4, 4), torch.tensor(places)
+    have = jit(fn, donate_argnums=0 if donated else ())(x.clone(), at)
+    assert torch.equal(have, fn(x, at))
