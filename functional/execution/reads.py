@@ -136,6 +136,36 @@ class MemoryReads(StorageRun):
             parts.append(self.known[known.stack])
         return {reader for part in parts for when, reader in part.reads if when > at}
 
+    def is_read_in_time(self, node: fx.Node, inside: Collection[fx.Node]) -> bool:
+        """Whether the result of a write is read only before anything else is written to its memory.
+
+        Args:
+            inside: the node, and the writes after it that only put its result back to where it lies.
+        """
+        whole = {
+            result: base
+            for uses in self.uses.values()
+            for use in uses
+            for result in storages_in(use.result)
+            for base in storages_in(use.base)
+        }
+
+        def root(value: Any) -> Allocation | None:
+            storage = next(storages_in(value), None)
+            while storage in whole:
+                storage = whole[storage]
+            return storage and self.all_of(storage)
+
+        others = [n for n in self.uses if n is node or n not in inside]
+        writes = [(use.at, root(use.base)) for n in others for use in self.uses[n]]
+        for use in self.uses[node]:
+            memory = root(use.base)
+            next_write = min((at for at, of in writes if at > use.at and of is memory), default=_NEVER)
+            reads = (at for x in storages_in(use.result) for at, _ in self.known[x].reads)
+            if max(reads, default=0) >= next_write:
+                return False
+        return True
+
     def is_written(self, position: int, writes: Iterable[fx.Node]) -> bool:
         """Whether one of these writes is to an input."""
         bases = (x for node in writes for use in self.uses[node] for x in storages_in(use.base))

@@ -15,7 +15,8 @@ and a node writes if in each of its executions
 - no other operand is in the storage.
 
 A part of a part is written in one step: ``y[i][j] = x`` is the scatter of ``y[i]``, into which ``x`` was
-scattered, back to where it lies in ``y``. So is ``y[i] += x``, whose sum is scattered back.
+scattered, back to where it lies in ``y``. So is ``y[i] += x``, whose sum is scattered back. The value of
+such a part may be read for as long as nothing else is written to ``y``.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def _which_write(
         while outer is not None and outer in found:  # which only put the result back to where it lies
             inside.add(outer)
             outer = put_back.get(outer)
-        if all(_may_write(node, use, inside, reads) for use in reads.uses[node]):
+        in_time = len(node.users) < 2 or node not in put_back or reads.is_read_in_time(node, inside)
+        if in_time and all(_may_write(node, use, inside, reads) for use in reads.uses[node]):
             found[node] = node.target in _COPIES
     found.update((outer, True) for inner, outer in put_back.items() if inner in found)
     return {node: found[node] for node in candidates if node in found}
@@ -193,7 +195,7 @@ def _put_back(outer: fx.Node) -> fx.Node | None:
     """The write to a part of a base whose result this node scatters back to where the part lies."""
     part_of = WRITTEN_VIEWS.get(outer.target)
     inner = outer.args[1] if part_of is not None else None
-    if not isinstance(inner, fx.Node) or len(inner.users) > 1 or LOOP.get(inner) is not LOOP.get(outer):
+    if not isinstance(inner, fx.Node) or LOOP.get(inner) is not LOOP.get(outer):
         return None
     part = _base(inner) or _updated(inner)
     if part is None or part.target is not part_of or LOOP.get(part) is not LOOP.get(outer):

@@ -132,9 +132,21 @@ class Lifetimes:
         return self._add(result, at, step)
 
     def _add(self, tensor: torch.Tensor, at: int, maker: Step | None, kept: bool = False) -> Buffer:
-        number, nbytes = internals.storage_id(tensor), tensor.untyped_storage().nbytes()
-        new = Buffer(nbytes, tensor.device, at, at, maker, tensor, kept)
+        number = internals.storage_id(tensor)
+        new = Buffer(_size_of(tensor, maker), tensor.device, at, at, maker, tensor, kept)
         return self.known.setdefault(number, new)
+
+
+def _size_of(tensor: torch.Tensor, maker: Step | None) -> int:
+    """The bytes of the storage of a tensor.
+
+    Not those of the fake storage, if it is no larger than the tensor: a fake lookup by a number
+    (``x[i]``) resizes it (torch 2.13).
+    """
+    if maker is None or internals.makes_new_memory(maker.function):
+        reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return int(tensor.storage_offset() + reach + 1) * tensor.itemsize if tensor.numel() else 0
+    return tensor.untyped_storage().nbytes()
 
 
 def _is_known(function: Any) -> bool:

@@ -84,6 +84,45 @@ def of_itself(y: Tensor, x: Tensor) -> Tensor:
     return x.index_add(0, torch.arange(5, -1, -1), x)
 
 
+def read_and_put_back(y: Tensor, x: Tensor) -> Tensor:
+    y = y * 2
+    row = y[1].index_fill(0, AT, 7)
+    x = x + row.sum()
+    y[1] = row
+    x = x * row
+    y[2] = x
+    return y
+
+
+def put_back_and_written(y: Tensor, x: Tensor) -> list[Tensor]:
+    y = y * 2
+    row = y[1].index_fill(0, AT, 7)
+    y[1] = row
+    return [y, row.index_fill(0, AT, 8)]
+
+
+def put_back_and_read_late(y: Tensor, x: Tensor) -> Tensor:
+    y = y * 2
+    row = y[1].index_fill(0, AT, 7)
+    y[1] = row
+    y[1] = x
+    return y + row
+
+
+def put_back_and_returned(y: Tensor, x: Tensor) -> list[Tensor]:
+    y = y * 2
+    row = y[1].index_fill(0, AT, 7)
+    y[1] = row
+    return [y, row]
+
+
+def put_back_and_copied(y: Tensor, x: Tensor) -> Tensor:
+    y = y * 2
+    row = y[1].index_fill(0, AT, 7)
+    y[1] = row
+    return y.index_copy(0, torch.tensor([0, 1]), torch.stack([row, x]) * 1).index_add(0, AT, row[None])
+
+
 def with_gaps(y: Tensor, x: Tensor) -> Tensor:
     y = (y * 2)[:, :3]
     return y.index_copy(0, AT, x[None, :3])
@@ -137,6 +176,11 @@ CASES: dict[str, tuple[Callable[..., Any], bool, int, int]] = {
     "from one part to another": (other_part, False, 2, 0),
     "from an overlapping part": (overlapping, False, 0, 0),
     "a part is put elsewhere": (put_elsewhere, False, 1, 0),
+    "a part is read and put back": (read_and_put_back, False, 2, 1),
+    "a part is put back and written": (put_back_and_written, False, 2, 0),
+    "a part is put back and read late": (put_back_and_read_late, False, 2, 0),
+    "a part is put back and returned": (put_back_and_returned, False, 1, 0),
+    "a part is put back and copied": (put_back_and_copied, False, 3, 0),
     "from itself": (of_itself, False, 0, 0),
     "to memory with gaps": (with_gaps, False, 0, 0),
     "to expanded memory": (expanded, False, 0, 0),
