@@ -128,13 +128,13 @@ class MemoryReads(StorageRun):
         self.arguments: list[Allocation] = []
         self.returned: list[list[Allocation]] = []
 
-    def after(self, storage: Allocation, at: int) -> set[fx.Node | None]:
-        """What reads a storage after an event; None stands for the caller."""
+    def after(self, storage: Allocation, at: int) -> set[tuple[int, fx.Node | None]]:
+        """The later events that read a storage, each with what reads; None stands for the caller."""
         known = self.known[storage]
         parts = [known, *(self.known[row] for row in known.rows.values())]
         if known.stack is not None:
             parts.append(self.known[known.stack])
-        return {reader for part in parts for when, reader in part.reads if when > at}
+        return {(when, reader) for part in parts for when, reader in part.reads if when > at}
 
     def is_read_in_time(self, node: fx.Node, inside: Collection[fx.Node]) -> bool:
         """Whether the result of a write is read only before anything else is written to its memory.

@@ -111,7 +111,8 @@ def reinplaced(
     reads.all(instructions)
     nodes = _which_write(candidates, put_back, reads)
     stacks = _written_stacks(nodes, reads)
-    changed = _Rewriting(nodes, stacks, reads.alone() if donated else []).all(instructions)
+    rewriting = _Rewriting(nodes, stacks, reads.alone() if donated else [])
+    changed = rewriting.program(instructions)
     taken = [i for i in donated if reads.is_written(i, nodes)]
     return Reinplaced(changed, {**nodes, **dict.fromkeys(stacks, True)}, taken)
 
@@ -143,7 +144,9 @@ def _may_write(node: fx.Node, use: WriteUse, inside: Collection[fx.Node], reads:
         return False
     known = reads.known[storages[0]]
     alike = not isinstance(use.base, MemoryPart) and _strides_are_those_of(node, known.dense)
-    dead = reads.after(storages[0], use.at).issubset(inside)
+    # By nothing but the rest of this write, once: not by the same write of a later iteration.
+    later = [reader for _, reader in reads.after(storages[0], use.at)]
+    dead = set(later) <= {*inside} - {node} and len(set(later)) == len(later)
     same_half = known.half == reads.half_of(node)
     return known.owned and dead and same_half and (alike or len(inside) > 1)
 
@@ -171,7 +174,9 @@ def _written_stacks(nodes: Mapping[fx.Node, bool], reads: MemoryReads) -> dict[f
         if source is value or source.target is not row or value in bases or others:
             continue
         loop, (stack,) = LOOP.of(source), source.all_input_nodes
-        if (loop.first, loop.count) == (0, count) and stack not in found.values():
+        # A value of a later loop that reads rows of this one is written when the stack may be gone.
+        here = LOOP.of(value) is loop and (loop.first, loop.count) == (0, count)
+        if here and stack not in found.values():
             found[reader] = stack
     return found
 
@@ -257,10 +262,14 @@ class _Rewriting:
         self.nodes, self.stacks, self.alone = nodes, stacks, alone
         self.collectors: dict[str, str] = {}  # the slots of stacks, by those of their readers' rows
 
-    def all(self, instructions: Sequence[Instruction]) -> list[Instruction]:
-        """The instructions with what replaces them."""
+    def program(self, instructions: Sequence[Instruction]) -> list[Instruction]:
+        """A program's instructions with what replaces them."""
         if self.stacks:
             self._find_collectors(instructions)
+        return self.all(instructions)
+
+    def all(self, instructions: Sequence[Instruction]) -> list[Instruction]:
+        """Those of a program or a body."""
         return [new for each in instructions for new in self._one(each)]
 
     def _find_collectors(self, instructions: Sequence[Instruction]) -> None:

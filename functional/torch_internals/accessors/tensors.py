@@ -179,6 +179,8 @@ _UNMARKED_VIEWS = (
     torch.ops.aten._unsafe_view,
     torch.ops.aten.unsafe_split,
     torch.ops.aten.unsafe_split_with_sizes,
+    torch.ops.aten.lift,
+    torch.ops.prims.device_put,
 )
 
 

@@ -340,6 +340,34 @@ def test_rows_that_are_written_again_are_stacked_apart() -> None:
     torch.testing.assert_close(have, run(*args), rtol=0, atol=0)
 
 
+def test_rows_that_a_later_loop_writes() -> None:
+    """Of a stack that nothing holds any more then."""
+
+    def run(x: Tensor, stack: Tensor) -> tuple[Tensor, Tensor]:
+        x, kept = repeat(lambda y, x: (x + 1, y.index_fill(0, AT, 1)), stack, x, collect=True)
+        return repeat(lambda y, x: (x + 1, y.index_fill(0, AT - 1, 2)), kept, x, collect=True)
+
+    have = jit(run, backend="eager", donate_argnums=1)(X, Y.clone())
+    torch.testing.assert_close(have, run(X, Y), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y.index_add(0, AT, X[None]),
+        lambda y: y.slice_scatter(y[1:3] + 1, 0, 1, 3),
+    ],
+)
+def test_what_the_next_iteration_writes_to_is_not_written(write: Callable[[Tensor], Tensor]) -> None:
+    """Both carries are in one memory, and each is written in an iteration of its own."""
+
+    def run(x: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        return repeat(lambda _, c: (write(c[1]) % 7, c[0]), steps, (x, x))
+
+    have = jit(run, backend="eager", donate_argnums=0)(Y.clone(), torch.zeros(3))
+    torch.testing.assert_close(have, run(Y, torch.zeros(3)), rtol=0, atol=0)
+
+
 def carried(steps: Tensor, y: Tensor) -> Tensor:
     """A buffer that iterations hand on, each with one row more."""
     return repeat(lambda at, y: y.index_put((at,), y[0] + 1), steps, y * 1)

@@ -65,6 +65,8 @@ def shared_by(case: Case) -> set[str]:
         lambda x: torch.ops.aten.unsafe_split.Tensor(x, 2),
         lambda x: torch.ops.aten.unsafe_split_with_sizes.default(x, [1, 3]),
         lambda x: torch.ops.aten._unsafe_view.default(x, [2, 8]),
+        lambda x: torch.ops.aten.lift.default(x),
+        lambda x: torch.ops.prims.device_put.default(x, torch.device("cpu")),
         lambda x: torch.ops.aten.dropout.default(x, 0.5, False),
         lambda x: torch.ops.aten.native_dropout.default(x, 0.5, False),
         lambda x: torch.ops.aten.sum.dim_IntList(x, []),
