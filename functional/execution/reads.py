@@ -51,8 +51,9 @@ _WHOLE: frozenset[Any] = frozenset(
     }
 )
 
-# Operators of these namespaces keep none of their operands once they are awaited.
-_KEEP_NOTHING = ("aten", "prims", "torchard", "torchard_kernels", "inductor", COLLECTIVES)
+# Operators of these namespaces keep none of their operands once they are awaited; a kernel that is a
+# user's may.
+_KEEP_NOTHING = ("aten", "prims", "torchard", "inductor", COLLECTIVES)
 
 _NEVER = sys.maxsize  # the event of what is read by the caller, or may be read at any time
 

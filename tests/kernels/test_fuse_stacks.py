@@ -267,3 +267,26 @@ def test_labels_that_are_meant_stay() -> None:
     mesh = Mesh({"tp": 2}, virtual=True)
     pinned = fuse(shard(fn, mesh, constrain_at={"sum": P("tp")}))
     assert list(pinned.lower(x, b).kernels) == []
+
+
+def test_operands_that_an_implementation_keeps_are_not_written() -> None:
+    """Nor is the result that it keeps: a kernel may be a user's."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def mine(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = biased_gelu(x, b)
+        kept.extend((each, each.clone()) for each in (x, b, out))
+        return out
+
+    def fn(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y, twice = x * 2, b * 2
+        out = biased_gelu(y, twice)
+        first = torch.tensor([0])
+        return y.index_fill(0, first, 7) + out.index_fill(0, first, 8) + twice.index_fill(0, first, 9)
+
+    kernel = Kernel("mine", (biased_gelu,), "... d, d -> ... d", {"any": mine})
+    run = fuse(fn, kernel)
+    x, b = torch.ones(3, 4), torch.ones(4)
+    for _ in range(2):
+        assert torch.equal(run(x, b), fn(x, b))
+    assert kept and all(torch.equal(one, before) for one, before in kept)
