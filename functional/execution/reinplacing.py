@@ -167,8 +167,9 @@ def _written_stacks(nodes: Mapping[fx.Node, bool], reads: MemoryReads) -> dict[f
     bases = {_base(node) for node in nodes}
     found: dict[fx.Node, fx.Node] = {}
     for reader in (each for each in reads.collected if each.target is rows):
+        value: Any
         value, count, *others = reader.args
-        source: Any = value
+        source = value
         while source in nodes:
             source = source.args[0]
         if source is value or source.target is not row or value in bases or others:
