@@ -13,6 +13,7 @@ from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import Like, checked
 from torchard.functional.core.errors import LoopError
 from torchard.functional.core.placed import is_placed
+from torchard.functional.core.present_cells import with_present_cells
 from torchard.functional.core.scope_frames import Frame, in_iteration
 from torchard.functional.loops.call import Gives, LoopCall, Takes, as_body
 from torchard.functional.loops.differentiated import run
@@ -284,7 +285,9 @@ def _traced(
     state: TraceState, step: _Step, layer: Frame, count: int, rows: Any, x: Any, rest: Sequence[Any]
 ) -> Any:
     """The loop as one operation of the trace in progress."""
+    present = with_present_cells(step.block)
     program = _body(step, layer, rows, x, rest)
+    step.block = present  # what derivatives may run again
     operands = [leaf for leaf in tree.leaves((rows, x, rest)) if _is_operand(leaf)]
     operands += [closure.value for closure in program.closures]
     state.constants.update(map(id, program.constants))

@@ -11,6 +11,7 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
+from torchard.functional.core.present_cells import with_present_cells
 from torchard.functional.effects.unused_results import check_used, effects_in
 from torchard.functional.guards.closures import reader_of
 from torchard.functional.programs.program import FREE, Leaf, Program
@@ -146,6 +147,7 @@ class _FlatFunction:
         traced = frozenset(self.arguments.traced)
         static = [None if i in traced else leaf for i, leaf in enumerate(self.arguments.leaves)]
         self.arguments = replace(self.arguments, leaves=static)  # outlives the call's tensors
+        self.fn = with_present_cells(self.fn, tensors=False)
         count = len(traced)
         settings = Settings.current()
 
