@@ -222,7 +222,7 @@ def _updated(node: fx.Node) -> fx.Node | None:
 
 def _reads_another_part(node: fx.Node) -> bool:
     """Whether a write copies from a part of its base to another, as ``y[0] = y[1]`` does."""
-    base, part = node.args[0], node.args[1]
+    base, part, *_ = (*node.args, None)
     while isinstance(part, fx.Node) and is_view(part) and part.args[0] is not base:
         part = part.args[0]
     if not isinstance(part, fx.Node) or not is_view(part):

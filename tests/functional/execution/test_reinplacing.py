@@ -69,6 +69,12 @@ def other_part(y: Tensor, x: Tensor) -> Tensor:
     return y
 
 
+def clamped(y: Tensor, x: Tensor) -> Tensor:
+    y = y * 2
+    y[1] = torch.clamp(y[1], min=y[0], max=x)
+    return y
+
+
 def overlapping(y: Tensor, x: Tensor) -> Tensor:
     y = y * 2
     return y.slice_scatter(y[0:3], 0, 1, 4)
@@ -174,6 +180,7 @@ CASES: dict[str, tuple[Callable[..., Any], bool, int, int]] = {
     "the old value is returned": (old_is_returned, False, 0, 0),
     "a part of the old value is returned": (part_is_returned, False, 0, 0),
     "from one part to another": (other_part, False, 2, 0),
+    "an operand by name": (clamped, False, 1, 0),
     "from an overlapping part": (overlapping, False, 0, 0),
     "a part is put elsewhere": (put_elsewhere, False, 1, 0),
     "a part is read and put back": (read_and_put_back, False, 2, 1),
