@@ -13,8 +13,8 @@ from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import Like, checked
 from torchard.functional.core.errors import LoopError
 from torchard.functional.core.placed import is_placed
-from torchard.functional.core.present_cells import with_present_cells
 from torchard.functional.core.scope_frames import Frame, in_iteration
+from torchard.functional.guards.present_cells import with_present_cells
 from torchard.functional.loops.call import Gives, LoopCall, Takes, as_body
 from torchard.functional.loops.differentiated import run
 from torchard.functional.programs.program import Program

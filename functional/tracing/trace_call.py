@@ -11,9 +11,9 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
-from torchard.functional.core.present_cells import with_present_cells
 from torchard.functional.effects.unused_results import check_used, effects_in
 from torchard.functional.guards.closures import reader_of
+from torchard.functional.guards.present_cells import with_present_cells
 from torchard.functional.programs.program import FREE, Leaf, Program
 from torchard.functional.programs.tags import WEAK
 from torchard.functional.tracing.object_results import (

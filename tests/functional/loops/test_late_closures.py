@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchard import jit, repeat
-from torchard.functional.core.present_cells import with_present_cells
+from torchard.functional.guards.present_cells import with_present_cells
 
 X, WS = torch.arange(1.0, 5.0).double(), torch.arange(1.0, 9.0).double().reshape(2, 4)
 
