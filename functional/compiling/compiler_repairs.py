@@ -36,6 +36,7 @@ from torchard.functional.compiling.exact_routes import read_twice
 from torchard.functional.compiling.faulty_lowerings import call_torch
 from torchard.functional.compiling.rounded_constants import fold_conversions, round_numbers
 from torchard.functional.core import tree
+from torchard.functional.effects.in_place import SCATTERS, WRITTEN_VIEWS
 from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES, VAL
 from torchard.functional.torch_internals.operators import aten
 
@@ -45,26 +46,10 @@ __all__ = [
 ]
 
 # Operations that Inductor turns into writes in place, or decomposes to such operations.
-WRITES = {
-    aten.index_put.default,
-    aten._unsafe_index_put.default,
-    aten.select_scatter.default,
-    aten.slice_scatter.default,
-    aten.diagonal_scatter.default,
-    aten.as_strided_scatter.default,
-    aten.scatter.src,
-    aten.scatter.value,
-    aten.scatter.reduce,
-    aten.scatter.value_reduce,
-    aten.scatter_add.default,
-    aten.scatter_reduce.two,
-    aten.index_add.default,
-    aten.index_copy.default,
-    aten.index_fill.int_Scalar,
-    aten.index_fill.int_Tensor,
-    aten.index_reduce.default,
-    aten.masked_scatter.default,
-    aten.put.default,
+WRITES = {*SCATTERS, *WRITTEN_VIEWS, aten.as_strided_scatter.default} - {
+    aten.copy.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
 }
 
 

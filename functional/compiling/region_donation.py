@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,13 @@ from torch import fx
 
 from torchard.functional.compiling.regions import Region, Run
 from torchard.functional.execution.sequencing import instructions_of
-from torchard.functional.execution.storages import Allocation, Fresh, StorageGroup, StorageRun
+from torchard.functional.execution.storages import (
+    Allocation,
+    Fresh,
+    StorageGroup,
+    StorageRun,
+    in_items,
+)
 from torchard.functional.programs.loops import regrouped
 
 __all__ = ["donated_operands"]
@@ -52,8 +57,7 @@ class _RegionCalls(StorageRun):
             ]
             return StorageGroup(results)
         result = StorageGroup(list(operands))
-        items = [int(str(user.args[1])) for user in node.users if user.target is operator.getitem]
-        return StorageGroup([result] * (max(items) + 1)) if items else result
+        return in_items(node, lambda _: result)
 
     def _called(self, region: Region, operands: Sequence[Any]) -> None:
         last = {

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.effects.in_place import WRITTEN_VIEWS
+from torchard.functional.effects.in_place import SCATTERS, WRITTEN_VIEWS
 from torchard.functional.programs.graphs import output_node
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_dense, is_view
@@ -32,18 +32,8 @@ from torchard.functional.torch_internals.operators import COLLECTIVES, aten, c10
 __all__ = ["Chain", "ChainedWrite", "chains", "operand_of"]
 
 # The writes to elements at indices that Inductor does in place.
-_INDEXED: frozenset[Any] = frozenset(
-    {
-        aten.index_put.default,
-        aten._unsafe_index_put.default,
-        aten.scatter.src,
-        aten.scatter.value,
-        aten.scatter.reduce,
-        aten.scatter.value_reduce,
-        aten.scatter_add.default,
-        aten.scatter_reduce.two,
-    }
-)
+_NAMES = ("aten.index_put", "aten._unsafe_index_put", "aten.scatter")
+_INDEXED = frozenset(op for op in SCATTERS if str(op).startswith(_NAMES))
 _PLACED = (aten.select_scatter.default, aten.slice_scatter.default)
 # Other shapes of the same elements in the same order.
 _RESHAPES = (

@@ -36,7 +36,6 @@ from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
 from torchard.functional.execution.sequencing import instructions_of, what_runs
 from torchard.functional.programs.labels import Label
 from torchard.functional.programs.loops import regrouped
-from torchard.functional.programs.running_sums import in_place
 
 __all__ = ["Line", "assembled", "compiled", "text_of"]
 
@@ -73,11 +72,11 @@ def compiled(
         name: the program's name, for messages.
         donated: the positions of inputs whose memory the call may take.
     """
-    runs = what_runs(graph, donated)
+    summed, runs = what_runs(graph, donated)
     names = dict(_COLLECTING)
     body = list(lines_of(runs.instructions, names))
     beginning: list[str] = []
-    if runs.nodes or in_place(graph) is not None:
+    if runs.nodes or summed is not graph:
         names |= {"owned": Owned(runs.taken), "pure": _Pure(graph, name)}
         beginning = ["own = owned(args)", "if own is None: return pure(args)", "args = own", "del own"]
     return assembled(body, names, name, beginning)

@@ -7,18 +7,24 @@ that is no operator of torch may return views of its operands, and may keep them
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.execution.storages import Allocation, Fresh, StorageGroup, StorageRun
+from torchard.functional.execution.storages import (
+    Allocation,
+    Fresh,
+    StorageGroup,
+    StorageRun,
+    in_items,
+)
 from torchard.functional.programs.markers import total
 from torchard.functional.programs.tags import STAGE, VAL
 from torchard.functional.programs.views import is_dense, is_view
@@ -137,19 +143,24 @@ class MemoryReads(StorageRun):
             parts.append(self.known[known.stack])
         return {(when, reader) for part in parts for when, reader in part.reads if when > at}
 
-    def is_read_in_time(self, node: fx.Node, inside: Collection[fx.Node]) -> bool:
-        """Whether the result of a write is read only before anything else is written to its memory.
-
-        Args:
-            inside: the node, and the writes after it that only put its result back to where it lies.
-        """
-        whole = {
+    @cached_property
+    def _bases(self) -> dict[Allocation, Allocation]:
+        """The base of each write, by the storage of its result in other memory."""
+        return {
             result: base
             for uses in self.uses.values()
             for use in uses
             for result in storages_in(use.result)
             for base in storages_in(use.base)
         }
+
+    def is_read_in_time(self, node: fx.Node, inside: Collection[fx.Node]) -> bool:
+        """Whether the result of a write is read only before anything else is written to its memory.
+
+        Args:
+            inside: the node, and the writes after it that only put its result back to where it lies.
+        """
+        whole = self._bases
 
         def root(value: Any) -> Allocation | None:
             storage = next(storages_in(value), None)
@@ -225,12 +236,12 @@ class MemoryReads(StorageRun):
         if internals.makes_new_memory(node.target):
             # copies of what has gaps may have gaps
             dense = node not in self.uses or all(self.known[x].dense for x in storages_in(operands[0]))
-            return _items(node, lambda k: self._new(node, k, i, True, dense))
+            return in_items(node, lambda k: self._new(node, k, i, True, dense))
         if STAGE.get(node) == "issue" and not internals.is_mutable(node.target):
             return _Issued([self._new(node, 0, i, False, False), *used])
         unknown = [] if is_view(node) else [self._new(node, 0, i, False, False)]
         part = MemoryPart([*used, *unknown])
-        return _items(node, lambda _: part)
+        return in_items(node, lambda _: part)
 
     def _new(self, node: fx.Node, item: int, i: int | None, owned: bool, dense: bool) -> Allocation:
         new = self._allocated(node, item, Fresh(None, 0), len(self.live.order) - 1, i)
@@ -276,9 +287,3 @@ def storages_in(value: Any) -> Iterator[Allocation]:
     elif isinstance(value, StorageGroup):
         for each in value.items:
             yield from storages_in(each)
-
-
-def _items(node: fx.Node, one: Callable[[int], Any]) -> Any:
-    """The value of a node, or of each item of its tuple."""
-    items = [int(str(user.args[1])) for user in node.users if user.target is operator.getitem]
-    return StorageGroup([one(k) for k in range(max(items) + 1)]) if items else one(0)

@@ -9,6 +9,7 @@ from torch import fx
 
 from torchard.functional.execution.instructions import Inputs, Instruction, Return
 from torchard.functional.execution.loop_code import Lives, dropped, loop_instructions, operation
+from torchard.functional.execution.reads import HalfOf
 from torchard.functional.execution.reinplacing import Reinplaced, reinplaced
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.loops import regrouped
@@ -18,15 +19,21 @@ from torchard.functional.programs.tags import LOOP
 __all__ = ["instructions_of", "what_runs"]
 
 
-def what_runs(graph: fx.Graph, donated: Collection[int] = ()) -> Reinplaced:
+def what_runs(
+    graph: fx.Graph, donated: Collection[int] = (), half_of: HalfOf = lambda node: None
+) -> tuple[fx.Graph, Reinplaced]:
     """What generated code runs: with running sums and writes in place.
 
     Args:
         donated: the positions of the inputs whose memory the call may take.
+        half_of: as that of `reinplaced`.
+
+    Returns:
+        The graph whose nodes the instructions are of, which is a copy if it has running sums; and these.
     """
-    order = regrouped(in_place(graph) or graph)
-    inputs = [node for node in order if node.op == "placeholder"]
-    return reinplaced(instructions_of(order), inputs, donated)
+    graph = in_place(graph) or graph
+    inputs = list(graph.find_nodes(op="placeholder"))
+    return graph, reinplaced(instructions_of(regrouped(graph)), inputs, donated, half_of)
 
 
 def instructions_of(order: Sequence[fx.Node]) -> list[Instruction]:

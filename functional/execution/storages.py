@@ -8,6 +8,7 @@ alive until it is awaited. Arguments are the caller's, and so are held throughou
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,7 +34,10 @@ from torchard.functional.execution.instructions import (
 from torchard.functional.programs.markers import total
 from torchard.functional.programs.tags import COLLECTIVE, STAGE
 
-__all__ = ["Allocation", "Fresh", "Liveness", "Results", "StorageGroup", "StorageRun", "alive"]
+__all__ = [
+    *("Allocation", "Fresh", "Liveness", "Results", "StorageGroup", "StorageRun"),
+    *("alive", "in_items"),
+]
 
 
 class Fresh(NamedTuple):
@@ -140,6 +144,16 @@ class _Collected(StorageGroup):
     def __init__(self) -> None:
         super().__init__([])
         self.of_own = False
+
+
+def in_items(node: fx.Node, one: Callable[[int], Any]) -> Any:
+    """The value of a node: one, or one for each item of a tuple that is read.
+
+    Args:
+        one: what is in the item of an index.
+    """
+    items = [int(str(user.args[1])) for user in node.users if user.target is operator.getitem]
+    return StorageGroup([one(k) for k in range(max(items) + 1)]) if items else one(0)
 
 
 class StorageRun:

@@ -136,7 +136,7 @@ class Recorder:
         if not internals.is_view(value):
             return value
         with self.fakes:
-            alone = value.as_strided(value.shape, value.stride(), value.storage_offset())
+            alone = part_of(value, value.shape, value.stride(), 0)
         self.steps.append(Step(internals.without_base, (value,), {}, (alone,), False, self.here))
         return alone
 
@@ -201,7 +201,7 @@ def recorded(
     tape = Tape(list(inputs))
     with internals.no_modes(), torch.no_grad():
         run = _Run(Recorder(fakes, tape.steps), tape.inputs)
-        for instruction, i in executed(what_runs(graph, donated).instructions):
+        for instruction, i in executed(what_runs(graph, donated)[1].instructions):
             run.one(instruction, i)
     tape.outputs = run.outputs
     return tape

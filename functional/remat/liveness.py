@@ -18,12 +18,12 @@ from torch import fx
 from torchard.functional.execution.donated import donated_inputs
 from torchard.functional.execution.observed import observed
 from torchard.functional.execution.reinplacing import Reinplaced, reinplaced
-from torchard.functional.execution.sequencing import instructions_of
+from torchard.functional.execution.sequencing import instructions_of, what_runs
 from torchard.functional.execution.storages import Fresh, Liveness, Results, alive
 from torchard.functional.programs.graphs import bytes_of
 from torchard.functional.programs.loops import loops_together, regrouped
 from torchard.functional.programs.program import Program, RankGraph
-from torchard.functional.programs.running_sums import added_product, in_place, sum_so_far
+from torchard.functional.programs.running_sums import added_product, sum_so_far
 from torchard.functional.programs.tags import HALF, VAL
 from torchard.functional.programs.views import base_of, handed_value, storage_of
 from torchard.functional.remat.loop_residuals import with_loop_residuals
@@ -81,9 +81,8 @@ def liveness_of_ranks(program: Program) -> list[Liveness]:
 
 
 def _of_rank(rank: RankGraph, donated: Sequence[int]) -> Liveness:
-    graph = in_place(rank.graph) or rank.graph
+    graph, runs = what_runs(rank.graph, donated, HALF.get)
     inputs = list(graph.find_nodes(op="placeholder"))
-    runs = reinplaced(instructions_of(regrouped(graph)), inputs, donated, HALF.get)
     return alive(runs.instructions, inputs, donated, observed(graph, rank.inputs))
 
 

@@ -145,7 +145,7 @@ in_memory_of: Callable[..., torch.Tensor] = getattr(
 
 def without_base(x: torch.Tensor) -> torch.Tensor:
     """The same tensor, but no view for autograd, which would hold the tensor that it is a view of."""
-    if not x._is_view() or x.is_conj() or x.is_neg():
+    if not is_view(x) or x.is_conj() or x.is_neg():
         return x
     return in_memory_of(x, x.shape, x.stride(), 0)
 

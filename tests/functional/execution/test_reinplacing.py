@@ -23,7 +23,7 @@ AT = torch.tensor([2])
 
 def counts(graph: fx.Graph, donated: list[int]) -> tuple[int, int]:
     """How many operations write, and how many have their value there already."""
-    nodes = what_runs(graph, donated).nodes
+    nodes = what_runs(graph, donated)[1].nodes
     return sum(not there for there in nodes.values()), sum(nodes.values())
 
 
