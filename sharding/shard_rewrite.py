@@ -297,7 +297,7 @@ class Shard(Rewrite):
         check_local(graph, program, self.mesh)
         constraints = {n: x.homed(()) for n, x in constraint_layouts(graph, self.mesh).items()}
         ranks = {n: constraint_rank(n, inputs) for n in constraints}
-        return Given(inputs, tuple(outputs), constraints, ranks, local_operations(graph))
+        return Given(inputs, tuple(outputs), constraints, ranks, local=local_operations(graph))
 
     def _layout_of_result(self, leaf: Leaf, value: fx.Node) -> Layout | None:
         """The layout that an output must have; None if it is left to propagation."""

@@ -4,7 +4,8 @@ torch's ``grouped_mm`` has a fake kernel for bfloat16 only, leaves rows of no gr
 refuses rows that are not aligned, as shards may be. Two operations of our own represent it in programs:
 ``grouped_mm``, and ``grouped_outer``, the gradient of its matrices. Their groups are adjacent runs of
 rows; rows of no group are zero. All groups have a begin and an end, so that a rank may have some of them.
-Rows may be in blocks of one size, [blocks, groups] places count from the first row of a block.
+Rows may be in blocks of one size, [blocks, groups] places count from the first row of a block. Groups may
+have several owners, each with as many: a leading dim of all operands, with rows for each owner.
 """
 
 from __future__ import annotations
@@ -35,10 +36,19 @@ def _runs(
                 yield group, start + block * each, stop + block * each
 
 
+def _by_owner(op: Any, *args: Any) -> torch.Tensor:
+    """The products of all owners, each for its groups."""
+    *tensors, groups = args
+    parts = [op(*each, groups) for each in zip(*tensors, strict=True)]
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+
+
 def _grouped_mm(
     x: torch.Tensor, w: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor, groups: int
 ) -> torch.Tensor:
     """x [s, k], w [groups, k, n] -> [s, n]."""
+    if x.ndim == 3:
+        return _by_owner(_grouped_mm, x, w, begins, ends, groups)
     if x.device.type != "cpu" and 0 not in (*x.shape, *w.shape):
         parts = [by_kernel(rows, w, b, e, groups) for rows, b, e in _blocks(x, begins, ends)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -52,6 +62,8 @@ def _grouped_outer(
     x: torch.Tensor, y: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor, groups: int
 ) -> torch.Tensor:
     """x [s, k], y [s, n] -> [groups, k, n]: the sum of each group's products of rows."""
+    if x.ndim == 3:
+        return _by_owner(_grouped_outer, x, y, begins, ends, groups)
     if x.device.type != "cpu" and 0 not in (*x.shape, *y.shape, *ends.shape):
         pairs = zip(_blocks(x, begins, ends), _blocks(y, begins, ends), strict=True)
         first, *rest = (
@@ -140,13 +152,13 @@ GROUPED_OUTER: Any = torch.ops.torchard.grouped_outer.default
 
 
 def _fake_mm(x: torch.Tensor, w: torch.Tensor, begins: Any, ends: Any, groups: int) -> torch.Tensor:
-    return x.new_empty(x.shape[0], w.shape[2])
+    return x.new_empty(*x.shape[:-1], w.shape[-1])
 
 
 def _fake_outer(
     x: torch.Tensor, y: torch.Tensor, begins: Any, ends: torch.Tensor, groups: int
 ) -> torch.Tensor:
-    return x.new_empty(ends.shape[-1], x.shape[1], y.shape[1])
+    return x.new_empty(*x.shape[:-2], ends.shape[-1], x.shape[-1], y.shape[-1])
 
 
 torch.library.register_fake("torchard::grouped_mm", _fake_mm, lib=LIBRARY)
@@ -160,14 +172,14 @@ Derivatives = tuple[Any, Any]
 
 def _of_mm(grad: Any, x: Any, w: Any, *groups: Any, needed: Sequence[bool]) -> Derivatives:
     return (
-        GROUPED_MM(grad, w.transpose(1, 2), *groups) if needed[0] else None,
+        GROUPED_MM(grad, w.mT, *groups) if needed[0] else None,
         GROUPED_OUTER(x, grad, *groups) if needed[1] else None,
     )
 
 
 def _of_outer(grad: Any, x: Any, y: Any, *groups: Any, needed: Sequence[bool]) -> Derivatives:
     return (
-        GROUPED_MM(y, grad.transpose(1, 2), *groups) if needed[0] else None,
+        GROUPED_MM(y, grad.mT, *groups) if needed[0] else None,
         GROUPED_MM(x, grad, *groups) if needed[1] else None,
     )
 

@@ -32,10 +32,10 @@ _FORMULAS: dict[str, Any] = {
     ),
     # Of a rank with some of the groups, as if all had as many rows.
     "torchard.grouped_mm": lambda x, w, begins, ends, groups, **_: (
-        2 * x.shape[0] * w.numel() // groups
+        2 * x.shape[-2] * w.numel() // groups
     ),
     "torchard.grouped_outer": lambda x, y, begins, ends, groups, out_val=None, **_: (
-        2 * x.shape[0] * out_val.numel() // groups
+        2 * x.shape[-2] * out_val.numel() // groups
     ),
 }
 

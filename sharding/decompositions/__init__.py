@@ -9,6 +9,8 @@ global dim; only ``windows`` communicates, as its rule's ``halo`` states. The op
 on the windows, with blocks as an additional batch dim, so a max pool needs no code for borders. These are
 global operations: a program with them is still one graph over global shapes.
 
-Tokens that are sorted by expert are sorted in blocks too, if no result depends on their order
-(`sorted_rows.py`): the rewriting of all operations between a sort and its inverse, not of one.
+Experts are rewritten as a whole, not operation by operation (`row_by_row.py` says which operations
+compute each row by itself). Tokens that are sorted by expert are sorted in blocks, if no result depends
+on their order (`sorted_rows.py`). If experts are split, products and what is between them get a dim of
+owners (`group_owners.py`), who must all have the rows (`shared_values.py`).
 """

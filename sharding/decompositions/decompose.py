@@ -93,9 +93,17 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
 
 
 def replaced_by(
-    graph: fx.Graph, node: fx.Node, fn: Callable[..., Any], operands: Sequence[fx.Node]
+    graph: fx.Graph,
+    node: fx.Node,
+    fn: Callable[..., Any],
+    operands: Sequence[fx.Node],
+    like: fx.Node | None = None,
 ) -> list[fx.Node]:
-    """The results of a function of operands, traced and inserted before a node, with the node's tags."""
+    """The results of a function of operands, traced and inserted before a node.
+
+    Args:
+        like: the node whose tags they inherit; ``node`` if omitted.
+    """
 
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         out = fn(*inputs)
@@ -103,7 +111,7 @@ def replaced_by(
 
     traced = purify(record(run, [TensorSpec.of(VAL.of(o)) for o in operands]), ())
     with graph.inserting_before(node):
-        return _inline(graph, traced.graph, tuple(operands), node)[1]
+        return _inline(graph, traced.graph, tuple(operands), like or node)[1]
 
 
 def _trace(

@@ -29,11 +29,12 @@ from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.decompositions.decompose import replaced_by, stand_in
+from torchard.sharding.decompositions.row_by_row import NotRows, dim_of_rows, factor_of_rows
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.data_movement.counting import counted
 from torchard.sharding.rules.registry import result_index
 
-__all__ = ["in_blocks", "sorts"]
+__all__ = ["begin_where_others_end", "in_blocks", "sorts"]
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
@@ -73,10 +74,6 @@ class _Order:
     inverse: bool = False
 
 
-class _Refused(Exception):
-    """A result depends on the order within the sort."""
-
-
 class _Region:
     """The values that depend on a sort's order.
 
@@ -109,7 +106,7 @@ class _Region:
             results = output_values(graph)
             products = any(n.target in (GROUPED_MM, GROUPED_OUTER) for n, _ in self.edits)
             return products and not any(map(self._known, results))
-        except _Refused:
+        except NotRows:
             return False
 
     def _visit(self, node: fx.Node) -> None:
@@ -208,7 +205,7 @@ class _Region:
         ids = counts.args[0]
         while ids.target is aten._to_copy.default:
             ids = ids.args[0]
-        return ids is self.values and groups > 1 and _begin_where_others_end(begins, ends)
+        return ids is self.values and groups > 1 and begin_where_others_end(begins, ends)
 
     # -- all others ------------------------------------------------------------------------------------
 
@@ -216,14 +213,8 @@ class _Region:
         """An operation on each sorted row by itself, or a reduction over them."""
         call = Call.of(node)
         rule = rule_of(call)
-        self._need(not self._reads_order(node) and not rule.gathered)
-        factors = set()
-        for operand, dims in zip(call.operands, rule.ins, strict=True):
-            if operand in self.dims:
-                factors.add(dims[self.dims[operand]])
-        self._need(len(factors) == 1 and len(next(iter(factors))) == 1)
-        ((factor,),) = factors
-        self._need(factor not in rule.whole | rule.run | rule.index)
+        factor = factor_of_rows(call, rule, self.dims)
+        self._need(not self._reads_order(node))
         for operand, dims in zip(call.operands, rule.ins, strict=True):
             beside = [i for i, dim in enumerate(dims) if factor in dim and operand not in self.dims]
             self._need(all(_is_same_along(operand, i) for i in beside))
@@ -233,10 +224,10 @@ class _Region:
         elif found[0] is not None:
             self.dims[node] = found[0]
 
-    def _dim_of(self, dims: Sequence[tuple[int, ...]], factor: int, combiner: Any) -> int | None:
-        on = [i for i, dim in enumerate(dims) if factor in dim]
-        self._need(len(on) == 1 and dims[on[0]] == (factor,) if on else factor in combiner)
-        return on[0] if on else None
+    def _dim_of(self, dims: Any, factor: int, combiner: Any) -> int | None:
+        dim = dim_of_rows(dims, factor)
+        self._need(dim is not None or factor in combiner)
+        return dim
 
     def _order(self, at: Any, others: Sequence[Any]) -> _Order:
         """The order that says which rows of the first dim are read or written."""
@@ -251,7 +242,7 @@ class _Region:
 
     def _need(self, condition: bool) -> None:
         if not condition:
-            raise _Refused
+            raise NotRows
 
     def rewrite(self, graph: fx.Graph) -> None:
         """Replace the sort, and what reads its order."""
@@ -327,9 +318,10 @@ def _add(order: _Order) -> _Edit:
         shape = VAL.of(node).shape
 
         def fn(values: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
-            zeros = torch.zeros(shape, dtype=values.dtype, device=values.device)
             at, rows = blocks.at(within, order.each), blocks.split(values)
-            added = aten.index_put.default(blocks.split(zeros), at, rows, True)
+            each = blocks.count, shape[0] // blocks.count, *shape[1:]
+            zeros = torch.zeros(each, dtype=values.dtype, device=values.device)
+            added = aten.index_put.default(zeros, at, rows, True)
             total: torch.Tensor = added.reshape(shape)
             return total
 
@@ -373,7 +365,7 @@ def _is_same_along(node: fx.Node, dim: int) -> bool:
     return at < 0 or shape[at] == 1 or _is_same_along(source, at)
 
 
-def _begin_where_others_end(begins: Any, ends: fx.Node) -> bool:
+def begin_where_others_end(begins: Any, ends: fx.Node) -> bool:
     """Whether these are the begins of groups of which the first begins at 0."""
     before, pad, *filled = begins.args if begins.target is aten.constant_pad_nd.default else (ends, ())
     if [*pad] != [1, 0] or any(filled) or before.target is not aten.slice.Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["VARYING", "Layout", "Sub", "chunk", "merge", "refine"]
@@ -25,6 +25,7 @@ __all__ = ["VARYING", "Layout", "Sub", "chunk", "merge", "refine"]
 VARYING = "varying"
 
 Sizes = tuple[tuple[str, int], ...]  # the mesh's axes and their sizes: hashable
+Axes = tuple[str, ...]
 Coords = Mapping[str, int]
 
 
@@ -284,6 +285,20 @@ class Layout:
         """The layout in normal form, in which equivalent layouts compare equal."""
         dims = tuple(merge(d, sizes) or (Sub(1),) for d in self.dims)
         return Layout(dims, self.pending, self.home)
+
+    def along(self, axes: Container[str], sizes: Sizes) -> Layout:
+        """The layout restricted to some axes, without pending sums."""
+        dims = (
+            merge([Sub(s.size, tuple(a for a in s.axes if a in axes)) for s in dim], sizes)
+            for dim in self.dims
+        )
+        return Layout(tuple(dims))
+
+    def split_further(self, axes: Axes, order: Axes) -> Layout:
+        """The layout with its first dim split over further axes, all in an order; it has no sub-dims."""
+        (sub, *inner), *dims = self.dims
+        rows = Sub(sub.size, tuple(a for a in order if a in {*sub.axes, *axes}))
+        return self if inner else Layout(((rows,), *dims))
 
     def reduced(self) -> Layout:
         """The layout after all reductions, which leave varying axes as they are."""

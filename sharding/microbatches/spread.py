@@ -29,7 +29,7 @@ from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import Option, options
 from torchard.sharding.layouts.reshard import plan
 from torchard.sharding.layouts.tags import CHUNK, GATHERED
-from torchard.sharding.microbatches.mark import AXIS, marked
+from torchard.sharding.microbatches.mark import AXIS, Mark, marked
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
 from torchard.sharding.scheduling.collectives import emit_step
@@ -48,21 +48,21 @@ def spread(graph: fx.Graph, steps: int) -> fx.Graph:
         AccumulateError: an operation needs the whole batch at once.
     """
     for sort in sorts(graph):
-        if _is_of_batch(sort, steps):
-            in_blocks(graph, sort, steps)
+        if mark := _mark_behind(sort, steps):
+            in_blocks(graph, sort, steps * mark.blocks)
     return _Spread(graph, steps).run()
 
 
-def _is_of_batch(node: fx.Node, steps: int) -> bool:
-    """Whether a value depends on a batch that is sliced."""
+def _mark_behind(node: fx.Node, steps: int) -> Mark | None:
+    """The mark of a sliced batch on which a value depends."""
     seen, stack = {node}, [node]
     while stack:
         mark = marked(here := stack.pop())
         if mark is not None and mark.steps == steps:
-            return True
+            return mark
         stack += [n for n in here.all_input_nodes if n not in seen]
         seen.update(here.all_input_nodes)
-    return False
+    return None
 
 
 class _Spread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -10,7 +11,7 @@ from torchard.functional.programs.flops import flops, is_product
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.iteration_space import points
-from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option
 from torchard.sharding.layouts.tags import WEIGHT
 from torchard.sharding.planning.manual_options import ManualConstraint
@@ -41,6 +42,8 @@ class Given:
         outputs: the layout that each output must have; None if any layout will do.
         constraints: the layout of each constraint node.
         ranks: the precedence of the shards that each constraint introduces.
+        relative: the layout of each constraint node that depends on that of its value (without pending
+            sums), given the mesh.
         local: operations on local values (manual mode), and which of their options are excluded.
         spread: axes to restore wherever propagation would drop them (``stakes.py``).
         contested: axes along which parameters take precedence over other inputs, not the reverse.
@@ -50,6 +53,7 @@ class Given:
     outputs: tuple[Layout | None, ...]
     constraints: dict[fx.Node, Layout] = field(default_factory=dict)
     ranks: dict[fx.Node, int] = field(default_factory=dict)
+    relative: dict[fx.Node, Callable[[Layout, Sizes], Layout]] = field(default_factory=dict)
     local: dict[fx.Node, ManualConstraint] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
     contested: frozenset[str] = frozenset()

@@ -15,6 +15,7 @@ from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.tagging import forget
 from torchard.sharding.decompositions.decompose import comes_apart, decompose
 from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
+from torchard.sharding.decompositions.group_owners import Owners, by_owner, products
 from torchard.sharding.decompositions.sorted_rows import in_blocks, sorts
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import atomic, factor_axes
@@ -64,14 +65,34 @@ class Plan:
 def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     """The cheapest plan found.
 
-    Rows that are sorted by group may be sorted in blocks, which may split products that otherwise every
-    rank computes; this comes before costs.
+    Rows that are sorted by group may be sorted in blocks, and be computed by the owners of groups. This
+    may split products that otherwise every rank computes, which comes before costs.
     """
-    plan = _chosen(graph, given, mesh)
-    blocked = _sorted_in_blocks(graph, given, plan, mesh)
-    if blocked is None:
-        return plan
-    return min(plan, _chosen(*blocked, mesh), key=lambda p: (len(_lost(p, mesh)), _total(p)))
+    ways = [(graph, given, _chosen(graph, given, mesh))]
+    if blocked := _sorted_in_blocks(*ways[0], mesh):
+        ways.append((*blocked, _chosen(*blocked, mesh)))
+    plans = [plan for *_, plan in ways]
+    plans += [_chosen(*owned, mesh) for way in ways if (owned := _by_owner(*way, mesh))]
+    return min(plans, key=lambda plan: (len(_lost(plan, mesh)), _total(plan)))
+
+
+def _by_owner(
+    graph: fx.Graph, given: Given, plan: Plan, mesh: Mesh
+) -> tuple[fx.Graph, Given] | None:
+    """A copy of the graph in which rows go to the ranks that have their groups' matrices."""
+    copy, env = copy_graph(graph)
+    owners = {}
+    for product, planned in zip(products(graph), products(plan.graph), strict=True):
+        rows, matrices = (plan.decision.home[n] for n in planned.all_input_nodes[:2])
+        (groups, *inner) = matrices.dims[0]
+        count = math.prod(mesh.shape[a] for a in groups.axes)
+        if count > 1 and not inner and groups.size % count == 0 and product not in given.local:
+            owners[env[product]] = Owners(groups.axes, count, rows.axes_of(0))
+    if not owners:
+        return None
+    constraints = by_owner(copy, owners, {env[n] for n in given.local})
+    given = _given_in(given, env, copy)
+    return copy, replace(given, relative=given.relative | constraints)
 
 
 def _sorted_in_blocks(
@@ -345,6 +366,7 @@ def _given_in(given: Given, env: dict[fx.Node, fx.Node], graph: fx.Graph) -> Giv
         inputs={env[n]: v for n, v in given.inputs.items()},
         constraints={env[n]: v for n, v in given.constraints.items()},
         ranks={env[n]: v for n, v in given.ranks.items()},
+        relative={env[n]: v for n, v in given.relative.items()},
         local=local_operations(graph),
     )
 

@@ -125,5 +125,6 @@ def _spread(
     if not given.spread:
         return None
     if near is not None:
-        return Beside(graph, given.constraints, sizes, work_of, near.option, given.spread)
+        fixed = given.constraints | {node: near.home[node] for node in given.relative}
+        return Beside(graph, fixed, sizes, work_of, near.option, given.spread)
     return Stakes(graph, given.constraints, sizes, work_of, comes_apart if apart else lambda _: False)

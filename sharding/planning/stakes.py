@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import fx
 
 from torchard.sharding.layouts.factors import Factors, Rule
-from torchard.sharding.layouts.layout import Layout, Sizes, Sub, merge
+from torchard.sharding.layouts.layout import Layout, Sizes, Sub
 from torchard.sharding.layouts.options import Option, atomic, factor_axes, image
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
@@ -160,11 +160,11 @@ class Beside:
     def layout(self, node: fx.Node, axes: Axes) -> Layout | None:
         if (node, 0) not in self._known:
             return None
-        want = _along(self._known[node, 0][1], axes, self._sizes)
+        want = self._known[node, 0][1].along(axes, self._sizes)
         return want if want.split_axes else None
 
     def _want(self, node: fx.Node, result: int, weight: float, layout: Layout) -> None:
-        want = _along(layout, self._axes, self._sizes)
+        want = layout.along(self._axes, self._sizes)
         if want.split_axes and weight > self._known.get((node, result), (-1.0,))[0]:
             self._known[node, result] = weight, want
 
@@ -184,12 +184,3 @@ class Beside:
         for operand, dims in zip(call.operands, rule.ins, strict=True):
             self._want(operand, 0, weight + work, image(dims, rule, axes, (), self._sizes))
 
-
-def _along(layout: Layout, axes: Axes, sizes: Sizes) -> Layout:
-    """A layout restricted to some axes."""
-    return Layout(
-        tuple(
-            merge([Sub(s.size, tuple(a for a in s.axes if a in axes)) for s in dim], sizes)
-            for dim in layout.dims
-        )
-    )

@@ -150,6 +150,8 @@ class Sweep:
             self._getitem(node)
         elif node in self.given.constraints:
             self._constrain(node)
+        elif node in self.given.relative:
+            self._relate(node)
         else:
             self._choose(node)
 
@@ -170,6 +172,14 @@ class Sweep:
         batch = {a for a in had if had[a] == BATCH and home.dim_of(a) == layout.dim_of(a)}
         ranks = {a: BATCH if a in batch else self.given.rank(rank, a) for a in layout.split_axes}
         self._record(node, layout, ranks)
+
+    def _relate(self, node: fx.Node) -> None:
+        """Read a value in a layout that depends on its own."""
+        (source,) = node.all_input_nodes
+        layout = self.given.relative[node](self.home(source).reduced(), self.sizes)
+        self._take(source, layout, node)
+        ranks = self.ranks[source]
+        self._record(node, layout, {a: ranks.get(a, DERIVED) for a in layout.split_axes})
 
     def _choose(self, node: fx.Node) -> None:
         call = Call.of(node)

@@ -65,9 +65,9 @@ class _Partition:
         self.versions[node] = {home: copied}
 
     def _node(self, node: fx.Node) -> None:
-        if node in self.given.constraints:
+        if node in self.given.constraints or node in self.given.relative:
             (source,) = node.all_input_nodes
-            pinned = self.given.constraints[node]
+            pinned = self.decision.home[node]
             self.versions[node] = {pinned: self._fetch(source, pinned, node)}
         elif node.target is operator.getitem:
             self._getitem(node)

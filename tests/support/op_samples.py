@@ -25,6 +25,11 @@ BLOCKS_BEGIN = torch.tensor([[0, 2, 2, 3], [0, 0, 0, 1], [0, 1, 2, 5]], dtype=to
 BLOCKS_END = torch.tensor([[2, 2, 3, 4], [0, 0, 1, 5], [1, 2, 5, 5]], dtype=torch.int32)
 
 
+def twice(places: torch.Tensor) -> torch.Tensor:
+    """Of each owner, the places in two blocks."""
+    return places[:, None].expand(-1, 2, -1)
+
+
 def backward_of_norm(full: bool = True, mask: list[bool] | None = None, inner: int = 1) -> Sample:
     a = x(3, 4, 5)
     shape = a.shape[3 - inner :]
@@ -228,10 +233,13 @@ SAMPLES: dict[Any, list[Sample]] = {
     GROUPED_MM: [
         S(x(7, 3), x(4, 3, 2), BEGINS, ENDS, 4),
         S(x(15, 3), x(4, 3, 2), BLOCKS_BEGIN, BLOCKS_END, 4),
+        S(x(2, 7, 3), x(2, 2, 3, 2), BEGINS.reshape(2, 2), ENDS.reshape(2, 2), 4),
+        S(x(3, 10, 3), x(3, 4, 3, 2), twice(BLOCKS_BEGIN), twice(BLOCKS_END), 12),
     ],
     GROUPED_OUTER: [
         S(x(7, 3), x(7, 2), BEGINS, ENDS, 4),
         S(x(15, 3), x(15, 2), BLOCKS_BEGIN, BLOCKS_END, 4),
+        S(x(2, 7, 3), x(2, 7, 2), BEGINS.reshape(2, 2), ENDS.reshape(2, 2), 4),
     ],
     aten.gather.default: [
         S(x(5, 4), 0, ids(5, 3, 4)),

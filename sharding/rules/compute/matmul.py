@@ -50,8 +50,10 @@ register_rule(aten.baddbmm.default, text=_baddbmm)
 
 def _emit_groups(call: Call, local: Local) -> Any:
     x, other, *places, groups = local.args
-    if len(call.ins[2]) == 1 and len(rows := local.operand_range(0, 0)) < call.ins[0][0]:
-        places = [_within(local, at, rows) for at in places]
+    rows = len(call.ins[0]) - 2
+    in_blocks = len(call.ins[2]) > rows + 1
+    if not in_blocks and len(own := local.operand_range(0, rows)) < call.ins[0][rows]:
+        places = [_within(local, at, own) for at in places]
     return local.call(call.target, x, other, *places, groups)
 
 
@@ -62,17 +64,21 @@ def _within(local: Local, at: Any, rows: range) -> Any:
     )
 
 
-def _groups(rule: str) -> Callable[[Call], str]:
-    """The rule, with rows in blocks where the places of groups are; a block is not split."""
+def _groups(x: str, other: str, out: str) -> Callable[[Call], str]:
+    """The rule of a product, with rows in blocks where the places of groups are; a block is not split.
+
+    Groups that have owners have a leading dim of owners.
+    """
 
     def text(call: Call) -> str:
-        if len(call.ins[2]) == 1:
-            return f"{rule} | run s e | linear 0 | linear 1"
-        blocks = rule.replace("s ", "(r s) ").replace(" e,", " r e,").replace(", e ->", ", r e ->")
-        return f"{blocks} | whole s | run e | linear 0 | linear 1"
+        owner = "o " * (len(call.ins[0]) - 2)
+        in_blocks = len(call.ins[2]) > len(call.ins[0]) - 1
+        rows, places, how = ("(r s)", "r e", "whole s | run e") if in_blocks else ("s", "e", "run s e")
+        dims = [owner + dims.replace("s", rows) for dims in (x, other)] + [owner + places] * 2
+        return f"{', '.join(dims)} -> {owner}{out.replace('s', rows)} | {how} | linear 0 | linear 1"
 
     return text
 
 
-register_rule(GROUPED_MM, text=_groups("s k, e k n, e, e -> s n"), emit=_emit_groups)
-register_rule(GROUPED_OUTER, text=_groups("s k, s n, e, e -> e k n"), emit=_emit_groups)
+register_rule(GROUPED_MM, text=_groups("s k", "e k n", "s n"), emit=_emit_groups)
+register_rule(GROUPED_OUTER, text=_groups("s k", "s n", "e k n"), emit=_emit_groups)

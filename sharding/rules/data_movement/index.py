@@ -143,8 +143,13 @@ register_rule(aten.gather.default, text=_gather, emit=_emit_gather)
 
 def _adds_to_zeros(call: Call) -> bool:
     """Whether the results of parts of the written values add up to the result."""
-    adds = call.target in _SUMMING or bool(call.arg(3, "accumulate", False))
-    return adds and is_zero(call.operands[0])
+    return _adds(call) and is_zero(call.operands[0])
+
+
+def _adds(call: Call) -> bool:
+    """Whether values are added where they are written."""
+    accumulates = call.target is aten.index_put.default and call.arg(3, "accumulate", False)
+    return call.target in _SUMMING or bool(accumulates)
 
 
 def _added(call: Call, values: int, parts: str) -> str:
@@ -156,7 +161,8 @@ def _added(call: Call, values: int, parts: str) -> str:
     """
     if _adds_to_zeros(call):
         return f" | linear {values}"
-    return f" | linear 0 {values}" + "".join(f" | whole {name}" for name in parts.split())
+    table = "" if is_zero(call.operands[0]) else "0 "
+    return f" | linear {table}{values}" + "".join(f" | whole {name}" for name in parts.split())
 
 
 def _scatter(call: Call) -> str | None:

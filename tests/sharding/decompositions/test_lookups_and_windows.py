@@ -266,3 +266,27 @@ def test_what_an_expert_sends(name: str, size: int) -> None:
         torch.testing.assert_close(whole(have), want, rtol=1e-15, atol=0)
     assert beyond_share(program, size) <= case.every[1]
     prove(program)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_of_several_values_for_a_place_counts(size: int) -> None:
+    """Values that are scattered into zeros replace each other; they are not added up over ranks."""
+    values, places = x(12, 6), ids(4, 12, 6)
+    mesh = Mesh({"a": size}, virtual=True)
+    for dim, spec in ((1, P(None, "a")), (0, P("a")), (1, P("a"))):
+
+        def fn(values: torch.Tensor, places: torch.Tensor, dim: int = dim) -> torch.Tensor:
+            shape = (12, 4) if dim else (4, 6)
+            return torch.zeros(shape, dtype=values.dtype).scatter(dim, places, values)
+
+        run = shard(fn, mesh, (spec, spec))
+        assert torch.equal(whole(run(values, places)), fn(values, places))
+        prove(run.lower(values, places))
+
+    def of_sums(values: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(12, 6, dtype=values.dtype).scatter(1, values.argsort(1)[:, :5], values @ w)
+
+    w = x(6, 5)
+    run = shard(of_sums, mesh, (P(None, "a"), P("a")))  # each rank scatters its part of the sums
+    assert torch.equal(whole(run(values, w)), of_sums(values, w))
+    prove(run.lower(values, w))

@@ -51,8 +51,13 @@ _ALONG = ("start", "end", "length", "split_size", "split_sizes", "index")
 _DRAWS = ("any", "definite", "zero")
 # Whatever is in memory: there is nothing to be wrong.
 _UNDETERMINED = (torch.ops.aten.empty_like.default,)
-# Operations that add rows to a table; they may add to a table of zeros, in several parts.
-_SUMMING = (aten.index_put.default, aten.index_add.default, aten.scatter_add.default)
+# Operations that write to a table; they may add to a table of zeros, in several parts.
+_WRITING = (
+    aten.index_put.default,
+    aten.index_add.default,
+    aten.scatter.src,
+    aten.scatter_add.default,
+)
 # Bags of ids, with the place where each begins.
 _BAGS = (
     aten._embedding_bag.default,
@@ -170,7 +175,7 @@ class _Trial:
 
     def _random(self, k: int) -> torch.Tensor:
         dtype, shape = VAL.of(self.call.operands[k]).dtype, self.shapes[k]
-        if k == 0 and self.call.target in _SUMMING and is_zero(self.call.operands[k]):
+        if k == 0 and self.call.target in _WRITING and is_zero(self.call.operands[k]):
             return torch.zeros(shape, dtype=_double(dtype))
         if is_inexact_dtype(dtype):
             real = torch.randn(shape, generator=self.generator, dtype=torch.float64)
