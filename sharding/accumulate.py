@@ -172,17 +172,16 @@ class Accumulate(Rewrite):
     def __call__(self, program: Program) -> Program:
         """The program with the microbatches' operations one after another."""
         ordered = self.marked(program)
-        joint = any(leaf.role == "cotangent" for leaf in program.inputs)
         counts = merge_marks(ordered.graph)
         if not counts:  # sliced already by another accumulate of the stack: the hints were of both
             return program
         for steps in counts:
             drop_small(ordered.graph, steps)
             graph, made = in_turn(spread(prepare(ordered.graph), steps), steps)
-            if joint and steps > 1 and self.recompute:
+            if program.is_joint and steps > 1 and self.recompute:
                 enclose(made, save_nothing)
             ordered = replace(ordered, graph=graph)
-        if joint:
+        if program.is_joint:
             _forward_first(ordered)
         return replace(ordered, inputs=tuple(leaf.unhinted(Batch) for leaf in ordered.inputs))
 

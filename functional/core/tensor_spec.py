@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["TensorSpec", "contiguous", "holds", "is_inexact", "is_inexact_dtype"]
+__all__ = ["TensorSpec", "contiguous", "end_in_storage", "holds", "is_inexact", "is_inexact_dtype"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,18 @@ def contiguous(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
         stride.append(step)
         step *= max(size, 1)
     return TensorSpec(tuple(shape), tuple(reversed(stride)), dtype, torch.device(device))
+
+
+def end_in_storage(tensor: torch.Tensor) -> int:
+    """The end of a tensor's elements in its storage, exclusive; 0 if it has none.
+
+    >>> import torch
+    >>> from torchard.functional.core.tensor_spec import end_in_storage
+    >>> end_in_storage(torch.arange(12).view(3, 4)[1:, ::2])
+    11
+    """
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + reach + 1) if tensor.numel() else 0
 
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

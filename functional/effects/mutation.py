@@ -10,6 +10,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
+from torchard.functional.core.tensor_spec import end_in_storage
 from torchard.functional.programs.tags import VAL
 
 __all__ = [
@@ -136,7 +137,7 @@ def overlap(read: torch.Tensor, written: torch.Tensor) -> bool:
     if not (read.numel() and written.numel()) or _places(read) == _places(written):
         return False
     start = min(read.storage_offset(), written.storage_offset())
-    mask = torch.zeros(max(map(_end, (read, written))) - start, dtype=torch.bool, device="cpu")
+    mask = torch.zeros(max(map(end_in_storage, (read, written))) - start, dtype=torch.bool, device="cpu")
     as_laid = [mask.as_strided(x.shape, x.stride(), x.storage_offset() - start) for x in (written, read)]
     as_laid[0].fill_(True)
     return bool(as_laid[1].any())
@@ -144,9 +145,3 @@ def overlap(read: torch.Tensor, written: torch.Tensor) -> bool:
 
 def _places(x: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
     return int(x.storage_offset()), [d for d in zip(x.shape, x.stride(), strict=True) if d[0] > 1]
-
-
-def _end(x: torch.Tensor) -> int:
-    """The end of a tensor's elements in its storage, exclusive."""
-    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return int(x.storage_offset()) + reach + 1

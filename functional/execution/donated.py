@@ -16,8 +16,7 @@ __all__ = ["Owned", "donated_inputs", "donated_parts", "own"]
 
 def donated_inputs(program: Program) -> list[int]:
     """The inputs that are donated; none in a joint program or its halves: a backward may read them."""
-    halves = HALVES.on(program.output) or any(leaf.role == "cotangent" for leaf in program.inputs)
-    if halves or program.compiler is None:
+    if HALVES.on(program.output) or program.is_joint or program.compiler is None:
         return []
     starts = tuple(f"args[{n}]" for n in program.compiler.donate_argnums)
     leaves = enumerate(program.inputs)

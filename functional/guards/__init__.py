@@ -8,5 +8,5 @@ walks. It follows the names in code objects (`referenced_names.py`), except name
 trace is used if every slot (`slots.py`: a cell, entry or attribute) holds the same object, which is
 checked in one pass in C, or otherwise if everything reachable compares equal. `changes.py` names the
 objects that differ. `references.py` finds tensors in objects of any kind, for results that are not pytree
-nodes.
+nodes. `present_cells.py` copies functions with what they close over now.
 """

@@ -13,6 +13,7 @@ import torch
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.wrapper import Wrapper
+from torchard.functional.guards.present_cells import is_filled
 from torchard.functional.guards.reachable import SETTINGS
 
 __all__ = ["Reader", "reader_of"]
@@ -72,10 +73,8 @@ def _of_function(fn: types.FunctionType) -> Iterator[tuple[AccessStep, Any]]:
     for i, (key, cell) in enumerate(
         zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
     ):
-        try:
+        if is_filled(cell):
             yield (key, _cell(i)), cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
     names = _global_names(fn.__code__)
     for key in names:
         if key in fn.__globals__:

@@ -11,7 +11,7 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.placed import is_placed
 
-__all__ = ["with_present_cells"]
+__all__ = ["copied", "is_filled", "with_present_cells"]
 
 
 def with_present_cells(fn: Callable[..., Any], tensors: bool = True) -> Callable[..., Any]:
@@ -36,28 +36,46 @@ class _Copies:
             return value
         if id(value) in self.known:
             return self.known[id(value)]
-        cells = tuple(old if self._is_shared(old) else CellType() for old in value.__closure__)
-        copy = FunctionType(
-            value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
-        )
-        copy.__kwdefaults__, copy.__qualname__ = value.__kwdefaults__, value.__qualname__
-        copy.__dict__.update(value.__dict__)
-        self.known[id(value)] = copy
-        for old, new in zip(value.__closure__, cells, strict=True):
-            if new is not old and _is_filled(old):
-                new.cell_contents = self.of(old.cell_contents)
-        return copy
+        return copied(value, self.known, self.of, self._is_shared)
 
     def _is_shared(self, cell: CellType) -> bool:
-        if self.tensors or not _is_filled(cell):
+        if self.tensors or not is_filled(cell):
             return False
         leaves = tree.leaves(cell.cell_contents)
         return any(isinstance(leaf, torch.Tensor) or is_placed(leaf) for leaf in leaves)
 
 
-def _is_filled(cell: CellType) -> bool:
+def copied(
+    function: FunctionType,
+    known: dict[int, FunctionType],
+    find: Callable[[Any], Any],
+    is_shared: Callable[[CellType], bool] = lambda cell: False,
+) -> FunctionType:
+    """A copy of a function, which has cells of its own.
+
+    Args:
+        known: the copies of functions, by the ids. The copy is among them before its cells are filled.
+        find: what a cell of the copy contains, from what the function's contains.
+        is_shared: whether the copy has this cell of the function itself.
+    """
+    before = function.__closure__ or ()
+    cells = tuple(old if is_shared(old) else CellType() for old in before)
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+    )
+    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
+    vars(copy).update(vars(function))
+    known[id(function)] = copy
+    for old, new in zip(before, cells, strict=True):
+        if new is not old and is_filled(old):
+            new.cell_contents = find(old.cell_contents)
+    return copy
+
+
+def is_filled(cell: CellType) -> bool:
+    """Whether something has been assigned to a cell."""
     try:
         _ = cell.cell_contents
-    except ValueError:  # not assigned yet
+    except ValueError:
         return False
     return True

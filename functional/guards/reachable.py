@@ -28,6 +28,7 @@ from torchard.functional.guards.indirect import (
     special,
 )
 from torchard.functional.guards.kinds import is_of_library, is_opaque, is_read, slots_of
+from torchard.functional.guards.present_cells import is_filled
 from torchard.functional.guards.referenced_names import (
     Code,
     code_of,
@@ -173,10 +174,9 @@ class Walk:
         return "function", fn.__code__, cells, defaults, read, own
 
     def _cell(self, cell: types.CellType, key: str, code: Code) -> Any:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not assigned yet
+        if not is_filled(cell):
             return "empty"
+        value = cell.cell_contents
         if key in code.written and type(value) in WRITTEN_TYPES:
             return self._written(lambda: cell.cell_contents)
         self.slots.cells.append(cell)

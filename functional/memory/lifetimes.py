@@ -18,6 +18,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.spans import Span, bytes_at
+from torchard.functional.core.tensor_spec import end_in_storage
 from torchard.functional.memory.destinations import ALLOCATIONS
 from torchard.functional.memory.tape import Step, Tape, part_of
 from torchard.functional.torch_internals.operators import COLLECTIVES, c10d
@@ -144,8 +145,7 @@ def _size_of(tensor: torch.Tensor, maker: Step | None) -> int:
     (``x[i]``) resizes it (torch 2.13).
     """
     if maker is None or internals.makes_new_memory(maker.function):
-        reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return int(tensor.storage_offset() + reach + 1) * tensor.itemsize if tensor.numel() else 0
+        return end_in_storage(tensor) * tensor.itemsize
     return tensor.untyped_storage().nbytes()
 
 

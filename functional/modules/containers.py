@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from torchard.functional.guards.present_cells import is_filled
+
 __all__ = [
     "cells",
     "is_container",
-    "is_filled",
     "is_plain",
     "is_users",
     "mapped",
@@ -129,15 +130,6 @@ def _methods(container: Any) -> Any:
     """The class whose methods a user's subclass cannot replace."""
     kinds = (OrderedDict, dict, list, set, deque)
     return next(kind for kind in kinds if isinstance(container, kind))
-
-
-def is_filled(cell: CellType) -> bool:
-    """Whether something has been assigned to a cell."""
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 def _slots_of(value: Any) -> tuple[str, ...]:

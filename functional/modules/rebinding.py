@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import PurityError
+from torchard.functional.guards.present_cells import copied
 from torchard.functional.modules.containers import (
     cells,
-    is_filled,
     is_plain,
     mapped,
     read,
@@ -103,18 +103,10 @@ class Rebinding:
     def _function(self, function: FunctionType) -> FunctionType:
         if id(function) in self._functions:
             return self._functions[id(function)]
-        empty = tuple(CellType() for _ in function.__closure__ or ())
-        rebound = FunctionType(
-            function.__code__, function.__globals__, function.__name__, None, empty
-        )
-        self._functions[id(function)] = rebound  # it may close over itself
-        rebound.__qualname__ = function.__qualname__
+        rebound = copied(function, self._functions, self._of_inside)
         rebound.__defaults__ = self._of_inside(function.__defaults__)
         rebound.__kwdefaults__ = _each(function.__kwdefaults__, self._of_inside)
         vars(rebound).update(_each(vars(function), self._of_inside))
-        for old, new in zip(function.__closure__ or (), empty, strict=True):
-            if is_filled(old):
-                new.cell_contents = self._of_inside(old.cell_contents)
         self.private += [rebound, vars(rebound), rebound.__kwdefaults__ or {}]
         return rebound
 

@@ -506,6 +506,11 @@ class Program:
         values: Any = self.graph.output_node().args[0]
         return tuple(values)
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether it has a backward, which follows its forward."""
+        return any(leaf.role == "cotangent" for leaf in self.inputs)
+
     def extend(self, name: str, val: torch.Tensor) -> fx.Node:
         """Add a placeholder after the others, without a leaf, to a copy that will only be bound."""
         with self.graph.inserting_after(self.placeholders[-1]):

@@ -32,7 +32,6 @@ from torchard.functional.remat.split import halves_of
 __all__ = [
     "Storage",
     "bytes_in",
-    "is_joint",
     "liveness",
     "liveness_of_ranks",
     "order_of",
@@ -49,17 +48,12 @@ class Storage(NamedTuple):
     item: int = 0
 
 
-def is_joint(program: Program) -> bool:
-    """Whether a program has a backward, which follows its forward."""
-    return any(leaf.role == "cotangent" for leaf in program.inputs)
-
-
 def order_of(program: Program) -> list[fx.Node]:
     """The operations of a program in execution order; of a joint program, forward then backward.
 
     Those of a loop are together.
     """
-    if is_joint(program):
+    if program.is_joint:
         forward, backward = halves_of(program)
         both = [*loops_together(forward), *loops_together(backward)]
         return list(dict.fromkeys(both))  # a backward takes views again that its forward took
@@ -92,7 +86,7 @@ def _in_execution_order(program: Program) -> Program:
     In one graph, a collective whose result the caller alone reads is awaited at the end, not by the
     forward: what it sends, such as a loss on each rank, counts until then.
     """
-    if not is_joint(program):
+    if not program.is_joint:
         return program
     program = with_loop_residuals(program)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -109,7 +103,7 @@ def liveness(program: Program) -> Liveness:
     On a mesh, each value has the size of the largest shard, and collectives have no buffers: budgets
     choose values by this estimate, and go by the peaks of ranks.
     """
-    if is_joint(program):
+    if program.is_joint:
         program = with_loop_residuals(program)
     runs, inputs = _what_runs(program), program.placeholders
     return alive(runs.instructions, inputs, donated_inputs(program), _declared(program))
@@ -123,7 +117,7 @@ def writes_of(program: Program) -> Mapping[fx.Node, bool]:
 def _what_runs(program: Program) -> Reinplaced:
     inputs = program.placeholders
     order = [*inputs, *order_of(program), program.graph.output_node()]
-    forward = set(halves_of(program)[0]) if is_joint(program) else None
+    forward = set(halves_of(program)[0]) if program.is_joint else None
     return reinplaced(
         instructions_of(order),
         inputs,

@@ -42,13 +42,12 @@ def _alike(program: Program) -> bool:
 
     The halves of a joint program have no loops, nor has the program whose peak a budget bounds.
     """
-    joint = any(leaf.role == "cotangent" for leaf in program.inputs)
     for node in program.calls:
         if (loop := LOOP.get(node)) is None:
             continue
         for segment in segments_of(node):
             if isinstance(segment.policy, Budget):
-                if joint:
+                if program.is_joint:
                     return False
                 continue
             if len(set(decisions(node, segment.policy, range(loop.count)))) > 1:

@@ -30,7 +30,7 @@ from torchard.functional.memory.tape import Step, Tape
 from torchard.functional.programs.labels import label_of
 from torchard.functional.programs.program import Program, RankGraph
 from torchard.functional.programs.records import Record, Records
-from torchard.functional.remat.liveness import is_joint, liveness_of_ranks
+from torchard.functional.remat.liveness import liveness_of_ranks
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import split
 from torchard.functional.reports.text import value_text
@@ -205,7 +205,7 @@ def memory_of(program: Program) -> Memory:
 def _planned(program: Program, number: int, donated: Sequence[int]) -> tuple[Tape, MemoryPlan]:
     """A rank's computation, with allocated and with planned memory."""
     name, fakes = program.name, internals.FakeTensorMode()
-    if not is_joint(program):
+    if not program.is_joint:
         graph, inputs = _rank(program, number)
         tape = tape_of(graph, inputs, fakes, donated)
         return tape, plan_of_tape(tape, name, fakes, donated)

@@ -8,7 +8,7 @@ it, and of the lists and dicts inside. Everything else is returned as in the tra
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,13 +171,13 @@ def _refusal(value: Any, path: str, name: str) -> PurityError:
     )
 
 
-def check_unchanged(arguments: Sequence[Any], is_own: Callable[[torch.Tensor], bool]) -> None:
+def check_unchanged(arguments: Mapping[str, Any], is_own: Callable[[torch.Tensor], bool]) -> None:
     """Refuse a function that kept a tensor of its trace in one of its static arguments."""
-    for leaf in arguments:
-        found = References(is_own).search(leaf, "")
+    for path, leaf in arguments.items():
+        found = References(is_own).search(leaf, path)
         if found:
             raise PurityError(
-                f"the traced function changes an argument, a {type(leaf).__name__}: its "
+                f"the traced function changes {path}, a {type(leaf).__name__}: "
                 f"{next(iter(found))} is now a tensor of the trace, which has no value. Return the "
                 "tensor, or let the function change a copy.deepcopy of the object."
             )

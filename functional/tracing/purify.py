@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torchard.functional.effects.grad_dependent_ops import keep_logsumexp
 from torchard.functional.effects.mutation import storage_key, written_nodes
 from torchard.functional.effects.picked import check_picked
 from torchard.functional.effects.writes import functionalize_writes
+from torchard.functional.guards.references import References
 from torchard.functional.programs.graphs import Inserter
 from torchard.functional.programs.tagging import put
 from torchard.functional.programs.tags import CUT, NAME, PHASE, SOURCE, VAL, WEAK
@@ -118,8 +120,14 @@ def _with_one_row(x: torch.Tensor, row: torch.Tensor, dim: int, index: int) -> t
 _BY_RANK = (torch.channels_last, torch.channels_last_3d)
 
 
-def purify(recording: Recording, paths: Sequence[str]) -> Recording:
+def purify(
+    recording: Recording, paths: Sequence[str], static: Mapping[str, Any] = MappingProxyType({})
+) -> Recording:
     """The same recording with a pure graph.
+
+    Args:
+        paths: the paths of the inputs in the call.
+        static: the arguments that are not traced, by their paths.
 
     Raises:
         PurityError: an argument is mutated, or a random number is drawn from torch's global state.
@@ -130,7 +138,7 @@ def purify(recording: Recording, paths: Sequence[str]) -> Recording:
         batch_norm.decompose_kernels(recording.graph)
         check_picked(recording.graph, recording.picked)
         _strip_detaches(recording.graph)
-        _check_mutation(recording, paths)
+        _check_mutation(recording, paths, static)
         recording.without_grad |= functionalize_writes(recording.graph)
         _strip_copies(recording.graph)
         _move_indices(recording.graph)
@@ -166,7 +174,9 @@ def _without_dropout(node: fx.Node) -> bool:
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 
 
-def _check_mutation(recording: Recording, paths: Sequence[str]) -> None:
+def _check_mutation(
+    recording: Recording, paths: Sequence[str], static: Mapping[str, Any]
+) -> None:
     graph = recording.graph
     names = {storage_key(n): i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
     for picked in recording.picked:
@@ -176,12 +186,34 @@ def _check_mutation(recording: Recording, paths: Sequence[str]) -> None:
         for target in written_nodes(node):
             index = names.get(storage_key(target))
             if index is not None:
-                path = paths[index] if index < len(paths) else "a tensor it closes over"
+                path, remedy = "a tensor it closes over", _OUT_OF_PLACE
+                if index < len(paths):
+                    path = paths[index]
+                elif held := _holder(recording.closures[index - len(paths)].value, static):
+                    path, remedy = held
                 raise PurityError(
                     f"{SOURCE.get(node)} changes {path} in place ({node.target}): a pure "
-                    "function returns new values. Use the operation without the underscore, or "
-                    "clone() first, and return the result."
+                    f"function returns new values. {remedy}"
                 )
+
+
+_OUT_OF_PLACE = (
+    "Use the operation without the underscore, or clone() first, and return the result."
+)
+
+
+def _holder(tensor: torch.Tensor, static: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The path of a tensor in an argument that is an object, and the remedy; None if in no argument."""
+    for path, value in static.items():
+        found = References(lambda each: each is tensor).search(value, path)
+        if found:
+            kind = type(value).__name__
+            return next(iter(found)), (
+                f"{path} is a {kind}, which is no pytree, so that its tensors are not traced arguments. "
+                f"Pass the tensors in a dict, list or tuple, give clones of them to a {kind} that the "
+                "function makes, and return them."
+            )
+    return None
 
 
 def _check_pure(graph: fx.Graph) -> None:

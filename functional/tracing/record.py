@@ -271,6 +271,11 @@ def _branching(error: BaseException) -> PurityError:
             "targets): it cannot be traced. Call it outside of the transform, on the function's "
             "result, or write it with operations that do not depend on values."
         )
+    if (instead := _OF_KNOWN_SIZE.get(op)) is not None:
+        return PurityError(
+            f"{where} calls {op}, whose result has a size that depends on values: it cannot be traced. "
+            f"{instead}."
+        )
     operation = f" (by {op})" if op is not None else ""
     return PurityError(
         f"{where} needs the value of a tensor while the function is traced{operation}: branching, "
@@ -278,6 +283,16 @@ def _branching(error: BaseException) -> PurityError:
         "torch.where for a branch, pass the number as an int, bool or string argument (these are "
         "static), or compute it outside the transform."
     )
+
+
+# What to write in place of operations whose results have sizes that depend on values.
+_OF_KNOWN_SIZE: dict[Any, str] = {
+    aten.bincount.default: (
+        "minlength is only the least size. If all values are below n, count them by "
+        "x.new_zeros(n).scatter_add(0, x, torch.ones_like(x)); with weights, by "
+        "weights.new_zeros(n).scatter_add(0, x, weights)"
+    )
+}
 
 
 def _reads_for_itself(error: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,13 +45,16 @@ def trace_call(
         grad_mode: torch's grad mode inside fn.
         called: whether the arguments belong to a call, so that fn sees their autograd state.
     """
-    flat_fn = _FlatFunction(fn, arguments)
+    traced = frozenset(arguments.traced)
+    leaves = zip(paths, arguments.leaves, strict=True)
+    static = {path: leaf for i, (path, leaf) in enumerate(leaves) if i not in traced}
+    flat_fn = _FlatFunction(fn, arguments, static)
     specs = specs_of_arguments(arguments)
     names = [paths[i] for i in arguments.traced]
     given = [arguments.leaves[i] for i in arguments.traced]
     recorded = record(flat_fn, specs, grad_mode=grad_mode, given=given if called else None, paths=names)
     effects = effects_in(recorded.graph)
-    recording = purify(recorded, names)
+    recording = purify(recorded, names, static)
     check_used(effects, recording.graph)
     lifted = [closure for closure in recording.closures if not closure.made]
     constants = [closure for closure in recording.closures if closure.made]
@@ -99,14 +102,20 @@ def _path_to(closure: Closure) -> str:
 class _FlatFunction:
     """fn as a function of flat tensors, which records the tree of its result.
 
+    Args:
+        static: the arguments that are not traced, by their paths in the call.
+
     Attributes:
         result: the tree of the last result, with holes for tensors; None before the first call.
         paths: the path of each tensor in the last result.
     """
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], arguments: Arguments, static: Mapping[str, Any]
+    ) -> None:
         self.fn = fn
         self.arguments = arguments
+        self.static = static
         self.result: Any = None
         self.paths: list[str] = []
 
@@ -120,10 +129,9 @@ class _FlatFunction:
         return self._tensors(with_objects(output))
 
     def _check_arguments(self) -> None:
-        state, traced = active(), set(self.arguments.traced)
+        state = active()
         if state is not None:
-            static = (leaf for i, leaf in enumerate(self.arguments.leaves) if i not in traced)
-            check_unchanged([*static], state.native)
+            check_unchanged(self.static, state.native)
 
     def _tensors(self, output: Any) -> list[torch.Tensor]:
         leaves, structure = tree.flatten(output)

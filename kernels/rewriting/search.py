@@ -187,7 +187,7 @@ class Search:
 
         Not in a program that will be split into forward and backward.
         """
-        if len(group.members) != 2 or any(leaf.role == "cotangent" for leaf in self.program.inputs):
+        if len(group.members) != 2 or self.program.is_joint:
             return False
         (kernel, forward), (_, backward) = group.members
         pair = Pair(kernel, forward, backward)
@@ -270,9 +270,7 @@ def _is_gradient(gradient: Occurrence, of: Occurrence) -> bool:
 
 
 def _has_backward(program: Program) -> bool:
-    return any(PHASE.get(node) == "backward" for node in program.calls) or any(
-        leaf.role == "cotangent" for leaf in program.inputs
-    )
+    return program.is_joint or any(map(_is_backward, program.calls))
 
 
 def _is_backward(node: fx.Node) -> bool:

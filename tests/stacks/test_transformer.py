@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -38,6 +39,22 @@ def arguments(recipe: Recipe) -> tuple[Mesh, tuple[Any, ...]]:
     return mesh, (params, *(place(t, mesh, recipe.batch) for t in batch(BATCH)))
 
 
+def planned(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """The sharded step of a recipe, and its arguments."""
+    recipe = RECIPES[name]
+    mesh, args = arguments(recipe)
+    return shard(recipe.step, mesh, out_specs=(recipe.specs, P())), args
+
+
+# Tests of one recipe share its plan.
+step_of = functools.cache(planned)
+
+
+@functools.cache
+def on_one_device() -> Any:
+    return Recipe({}, P()).step(parameters(), *batch(BATCH))
+
+
 def leaves(tree: Any) -> list[torch.Tensor]:
     found = optree.tree_leaves(tree, is_leaf=lambda v: isinstance(v, MeshTensor))
     return [whole(v) for v in found]
@@ -46,11 +63,8 @@ def leaves(tree: Any) -> list[torch.Tensor]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_equals_one_device(name: str) -> None:
-    recipe = RECIPES[name]
-    mesh, args = arguments(recipe)
-    have = shard(recipe.step, mesh, out_specs=(recipe.specs, P()))(*args)
-    want = Recipe({}, P()).step(parameters(), *batch(BATCH))
-    for a, b in zip(leaves(have), leaves(want), strict=True):
+    run, args = step_of(name)
+    for a, b in zip(leaves(run(*args)), leaves(on_one_device()), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
@@ -63,8 +77,7 @@ def test_fused_steps_equal_one_device(name: str, order: str) -> None:
     fused = partial(fuse, compiler="eager")
     inner, outer = (fused, lambda fn: fn) if order == "shard of fuse" else (lambda fn: fn, fused)
     have = outer(shard(inner(recipe.step), mesh, out_specs=(recipe.specs, P())))(*args)
-    want = Recipe({}, P()).step(parameters(), *batch(BATCH))
-    for a, b in zip(leaves(have), leaves(want), strict=True):
+    for a, b in zip(leaves(have), leaves(on_one_device()), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
@@ -87,13 +100,11 @@ def test_attention_of_cuda_devices(name: str, kernel: str, monkeypatch: pytest.M
         mixed = KERNELS[kernel](*heads)
         return F.linear(mixed.transpose(1, 2).flatten(2), p["proj"], p["proj_bias"])
 
-    recipe = RECIPES[name]
-    mesh, args = arguments(recipe)
-    want, plan = Recipe({}, P()).step(parameters(), *batch(BATCH)), collectives(name)
+    want, plan = on_one_device(), collectives(name)
     monkeypatch.setattr(transformer, "attention", attention)
-    assert collectives(name) == plan
-    have = shard(recipe.step, mesh, out_specs=(recipe.specs, P()))(*args)
-    for a, b in zip(leaves(have), leaves(want), strict=True):
+    run, args = planned(name)
+    assert counted(run.lower(*args)) == plan
+    for a, b in zip(leaves(run(*args)), leaves(want), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
@@ -109,10 +120,14 @@ def test_gradients_from_outside_equal_one_device(name: str) -> None:
 
 
 def collectives(name: str) -> Counter[tuple[str, str, int, str]]:
-    """(phase, kind, elements, axes) of everything that crosses the network in a training step."""
-    recipe = RECIPES[name]
-    mesh, args = arguments(recipe)
-    plan = shard(recipe.step, mesh, out_specs=(recipe.specs, P())).lower(*args).collectives
+    """What crosses the network in a training step, by `counted`."""
+    run, args = step_of(name)
+    return counted(run.lower(*args))
+
+
+def counted(lowered: Any) -> Counter[tuple[str, str, int, str]]:
+    """(phase, kind, elements, axes) of all collectives."""
+    plan = lowered.collectives
     assert not any("no factor rule" in c.note for c in plan), str(plan)
     return Counter((c.phase, c.kind, torch.Size(c.shape).numel(), "·".join(c.axes)) for c in plan)
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import multiprocessing
+import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["forked_ranks"]
+__all__ = ["forked_ranks", "print_found"]
+
+# What one rank finds, of its number and the number of ranks.
+Check = Callable[[int, int], Any]
 
 
 def forked_ranks(world: int) -> ProcessPoolExecutor:
@@ -19,3 +28,19 @@ def forked_ranks(world: int) -> ProcessPoolExecutor:
     """
     fork = multiprocessing.get_context("fork")
     return ProcessPoolExecutor(world, fork, initializer=torch.set_num_threads, initargs=(1,))
+
+
+def print_found(found_by: Check) -> None:
+    """What ``python script.py WORLD STORE`` does: print as JSON what each rank of a gloo group finds."""
+    world, store = int(sys.argv[1]), sys.argv[2]
+    # Forked: to load torch again takes each rank as long as a third of the checks.
+    with forked_ranks(world) as ranks:
+        run = functools.partial(_in_a_group, found_by, world=world, store=store)
+        print(json.dumps(list(ranks.map(run, range(world)))), flush=True)
+
+
+def _in_a_group(found_by: Check, rank: int, world: int, store: str) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    found = found_by(rank, world)
+    dist.destroy_process_group()
+    return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import pickle
 import sys
 import traceback
@@ -34,7 +33,7 @@ import seeds  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import train_gpt  # noqa: E402
-from forked_ranks import forked_ranks  # noqa: E402
+from forked_ranks import print_found  # noqa: E402
 from ranks import COLLECTIVES  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor  # noqa: E402
@@ -748,9 +747,8 @@ def one_rank_retraces_alone(rank: int, world: int) -> str:
     return message(lambda: run(torch.ones(4 if rank == 0 else 3)))
 
 
-def found_by(rank: int, world: int, store: str) -> dict[str, Any]:
+def found_by(rank: int, world: int) -> dict[str, Any]:
     """What one rank finds in all checks."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     found = {}
     left_out = ON_THREE if world == 2 else ON_TWO
     for name in [name for name in CHECKS if name not in left_out]:
@@ -759,16 +757,8 @@ def found_by(rank: int, world: int, store: str) -> dict[str, Any]:
             found[name] = CHECKS[name](rank, world)
         except Exception:
             found[name] = traceback.format_exc()
-    dist.destroy_process_group()
     return found
 
 
-def main(world: int, store: str) -> None:
-    # Forked: to load torch again takes each rank as long as a third of the checks.
-    with forked_ranks(world) as ranks:
-        found = ranks.map(found_by, range(world), [world] * world, [store] * world)
-    print(json.dumps(list(found)), flush=True)
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    print_found(found_by)

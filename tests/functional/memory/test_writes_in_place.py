@@ -1,66 +1,26 @@
-"""Compiled programs write into donated arguments, such as caches, in place; and rows one by one.
-
-Whether a large cache is copied is counted in pages of memory that a call touches first.
-"""
+"""Compiled programs write into donated arguments, such as caches, in place; and rows one by one."""
 
 from __future__ import annotations
 
 import importlib
-import resource
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from compiled_writes import RandomWrites, compiled_writes
-from effort import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from planned import HOLDERS, cloned, same, tensor_of
+from effort import cases
+from planned import same
 from torch import Tensor, fx
+from written_caches import AT, cache, kv, new, places, swapped
 
-from torchard import jit, repeat
-from torchard.functional.compiling import writes_in_place
+from torchard import jit
 from torchard.functional.compiling.write_chains import chains
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals import is_mutable
 from torchard.functional.torch_internals.operators import aten, c10d
 
-AT = torch.tensor([5])
 AT_ALL = torch.full((2, 1, 4), 5)
-
-
-def cache(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return (torch.arange(torch.Size(shape).numel()) % 7).reshape(shape).to(dtype, copy=True)
-
-
-def kv(**how: Any) -> Tensor:
-    return cache(2, 8, 4, **how)
-
-
-def new(dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.full((2, 1, 4), 9).to(dtype)
-
-
-def places(value: Any) -> list[int]:
-    return [x.data_ptr() for x in (value if isinstance(value, (tuple, list)) else [value])]
-
-
-# -- what is written in place -----------------------------------------------------------------------
-
-
-def layers(write: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A write into each layer of a cache of several."""
-
-    def fn(c: Tensor, k: Tensor) -> Tensor:
-        c = c.clone()
-        for layer in range(len(c)):
-            write(c[layer], k * layer)
-        return c
-
-    return fn
 
 
 def through(view: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -73,15 +33,6 @@ def through(view: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tens
         return c
 
     return fn
-
-
-def attended(c: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Layers that read what they have written, and write what the one before has read."""
-    c, x = c.clone(), k
-    for layer in range(len(c)):
-        c[layer].index_copy_(1, AT, x)
-        x = x + (x @ c[layer].mT).sum(-1, keepdim=True) % 5
-    return c, x
 
 
 def moved_on(c: Tensor) -> Tensor:
@@ -131,10 +82,6 @@ class Case(NamedTuple):
 
     fn: Callable[[Tensor, Tensor, Tensor], Any]
     where: list[int | None]
-
-
-def swapped(a: Tensor, b: Tensor, k: Tensor) -> Any:
-    return b.index_copy(1, AT, k), a.index_copy(1, AT, k + 1)
 
 
 def twice(a: Tensor, b: Tensor, k: Tensor) -> Any:
@@ -208,11 +155,6 @@ def test_results_of_several_writes(name: str) -> None:
         assert found == where
 
 
-def shares(values: Any) -> list[bool]:
-    storages = [x.untyped_storage().data_ptr() for x in values]
-    return [one == other for one in storages for other in storages]
-
-
 OTHERWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "into another row": lambda c, k: torch.select_scatter(c, c[0].index_copy(0, AT - 3, k), 0, 1),
     "in another order": lambda c, k: torch.select_scatter(
@@ -276,123 +218,6 @@ def test_layouts(layout: str) -> None:
         assert torch.equal(have, want)
         assert (have.data_ptr() == place) == (layout == "transposed")
         assert layout == "transposed" or torch.equal(whole, kept)
-
-
-# -- what others hold --------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_cache_that_others_hold(holder: str, first: int) -> None:
-    """At the first call, which is compiled for it, or at a later one: a copy is written into."""
-    fn = ONE["index_copy"]
-    run = jit(fn, donate_argnums=0)
-    for _ in range(first):
-        run(kv().float(), new().float())
-    for _ in range(2):
-        c, want = kv().float(), fn(kv(), new()).float()
-        held = HOLDERS[holder](c)
-        assert torch.equal(run(c, new().float()), want)
-        if held is not c:  # which may not be used
-            rest = tensor_of(held)
-            assert torch.equal(rest, kv().float()[: len(rest)])
-
-
-def test_a_cache_that_is_a_part_of_another() -> None:
-    """Two caches in one memory, donated both or one of them."""
-    for numbers in ((0, 1), (0,)):
-        run = jit(swapped, donate_argnums=numbers)
-        for _ in range(3):
-            whole = cache(4, 8, 4)
-            want = swapped(whole[:2].clone(), whole[2:].clone(), new())
-            assert same(run(whole[:2], whole[2:], new()), want)
-            assert torch.equal(whole, cache(4, 8, 4))
-
-
-def test_results_of_an_earlier_call() -> None:
-    """What a call returned stays while something else holds a view of it."""
-    run = jit(ONE["index_copy"], donate_argnums=0)
-    first = run(kv(), new())
-    view, kept = first[1], first[1].clone()
-    run(first, new() * 2)
-    assert torch.equal(view, kept)
-
-
-@settings(max_examples=examples(ci=4, explore=150), deadline=None)
-@given(
-    compiled_writes(),
-    st.sampled_from([(0,), (1,), (0, 1)]),
-    st.sets(st.integers(0, 1)),
-    st.sampled_from([1, writes_in_place.MIN_WRITES]),
-)
-def test_compiled_writes(
-    program: RandomWrites, numbers: tuple[int, ...], held: set[int], least: int
-) -> None:
-    """Values are right, what is held by views stays, and no results share memory that should not.
-
-    Small values are written to one by one, too, which compiled code does for large ones only.
-    """
-    run = jit(program, donate_argnums=numbers)
-    with mock.patch.multiple(writes_in_place, MIN_WRITES=least, MIN_BYTES={"cpu": 0}):
-        run(cache(3, 4, 6), cache(3, 4, 6))
-    for holding in (set(), held):
-        inputs = [cache(3, 4, 6), cache(3, 4, 6).flip(0) + 1]
-        want = program(*cloned(inputs))
-        views = [inputs[i].view(-1) for i in holding]
-        others = [inputs[i] for i in (0, 1) if i not in numbers]
-        before = cloned([views, others])
-        alike = shares(jit(program, backend="eager")(*cloned(inputs)))
-        have = run(*inputs)
-        assert same(have, want) and same([views, others], before)
-        assert all(one <= other for one, other in zip(shares(have), alike, strict=True))
-
-
-# -- nothing is copied -------------------------------------------------------------------------------
-
-LONG = 1 << 17
-
-
-def untouched(*shape: int) -> Tensor:
-    """Memory of which the system has given no page yet: 256 MB."""
-    return torch.empty(*shape)
-
-
-def pages(call: Callable[[], Any]) -> int:
-    """How many pages are touched first."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    call()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-LARGE: dict[str, tuple[Callable[..., Any], int]] = {
-    "one": (lambda c, k: c.index_copy(1, AT, k), 1),
-    "two": (swapped, 2),
-    "layers by index": (layers(lambda c, k: c.index_copy_(1, AT, k)), 1),
-    "layers by slices": (layers(lambda c, k: c[:, 5:6].copy_(k)), 1),
-    "layers by tensors": (layers(lambda c, k: c.__setitem__((slice(None), AT), k)), 1),
-    "of constants": (lambda c, k: c.index_put((torch.tensor([0, 1]), AT), k[:, 0]), 1),
-    "a row is read later": (lambda c, k: (c.index_copy(1, AT, k), c[:, 7] + 1), 1),
-}
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_large_caches_are_not_copied(name: str) -> None:
-    """A call touches a few pages; a copy would touch all (at least one in 2 MB, if these are huge)."""
-    fn, count = LARGE[name]
-    run, k = jit(fn, donate_argnums=tuple(range(count))), torch.ones(2, 1, 64)
-    shape = (4, 2, LONG // 4, 64) if "layers" in name else (2, LONG, 64)
-    run(*(untouched(*shape) for _ in range(count)), k)
-    held = [untouched(*shape) for _ in range(count)]
-    found = places(held)
-
-    def call() -> None:
-        donated = [held.pop(0) for _ in range(count)]
-        out = run(donated.pop(0), *(donated.pop(0) for _ in range(count - 1)), k)
-        held.extend(out if isinstance(out, tuple) else [out])
-
-    assert pages(call) < 64
-    assert set(places(held)) >= set(found)
 
 
 # -- what runs before a write ------------------------------------------------------------------------
@@ -464,7 +289,7 @@ def running(x: Tensor, n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("fn", [rows, added, running])
-@pytest.mark.parametrize("n", [4, 16, 32])
+@pytest.mark.parametrize("n", cases([4, 16], [32]))
 def test_rows_are_written_one_by_one(fn: Callable[..., Tensor], n: int, graphs: Graphs) -> None:
     """Each once, however many: what is written does not grow with their square."""
     x = torch.arange(8192.0) % 5
@@ -508,53 +333,3 @@ def test_rows_of_what_was_written_in_place() -> None:
     want, place = fn(c.clone(), x), c.data_ptr()
     have = jit(fn, donate_argnums=0)(c, x)
     assert same(have, want) and have[0].data_ptr() == place
-
-
-# -- loops -------------------------------------------------------------------------------------------
-
-
-def tokens(c: Tensor, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """A cache that is written and read for each of some tokens."""
-
-    def token(at: Tensor, carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        c, x = carry
-        c = c.index_copy(1, at.view(1), x[:, None])
-        return c, (x + c.sum(1)) % 5
-
-    c, x = repeat(token, torch.arange(count), (c, x))
-    return c, x
-
-
-def test_a_cache_that_iterations_pass_on_stays_where_it_is() -> None:
-    run, c, x = jit(lambda c, x: tokens(c, x, 6), donate_argnums=0), kv(), kv()[:, 0].clone()
-    place = c.data_ptr()
-    for _ in range(3):
-        want = tokens(c.clone(), x, 6)
-        c, x = run(c, x)
-        assert same((c, x), want) and c.data_ptr() == place
-
-
-@pytest.mark.parametrize("donated", [False, True])
-def test_a_cache_of_a_loop_that_others_hold(donated: bool) -> None:
-    """The first iteration writes into a copy; the others into what the one before has returned."""
-    run = jit(lambda c, x: tokens(c, x, 6), donate_argnums=(0,) if donated else ())
-    for _ in range(3):
-        c, x = kv(), kv()[:, 0].clone()
-        view = c[1:]
-        assert same(run(c, x), tokens(kv(), x, 6))
-        assert torch.equal(view, kv()[1:])
-
-
-def test_caches_that_a_loop_returns_row_by_row() -> None:
-    """Of each iteration: none is written over by the next."""
-
-    def fn(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        def token(at: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-            c = c.index_copy(1, at.view(1), x[:, None] + at)
-            return c, c
-
-        return repeat(token, torch.arange(4), c, collect=True)
-
-    run, x = jit(fn, donate_argnums=0), kv()[:, 0].clone()
-    for _ in range(3):
-        assert same(run(kv(), x), fn(kv(), x))

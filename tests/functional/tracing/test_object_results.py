@@ -241,7 +241,7 @@ def test_a_tensor_that_an_argument_keeps_is_refused(transform: str, keep: str) -
 
     run = TRANSFORMS[transform](fn)
     with pytest.raises(
-        PurityError, match=r"changes an argument, a Slotted: its .value.* is now a tensor"
+        PurityError, match=r"changes args\[1\], a Slotted: args\[1\].value.* is now a tensor"
     ):
         run(X, Slotted([]))
 

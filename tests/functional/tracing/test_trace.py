@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from dummies import Identity, Mark, halves
 from torch.func import grad, vmap
 
+from torchard import Mesh, P, full, jit, shard
 from torchard.functional.core.errors import PurityError, StaticArgumentError
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.trace import name, scope, trace
@@ -17,6 +19,8 @@ from torchard.functional.tracing.signature import ShapeDtype
 
 W = torch.randn(4, 4)
 X = torch.randn(2, 4)
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0])
+MESH = Mesh({"d": 2}, virtual=True)
 
 
 def ops(program: Any) -> list[str]:
@@ -192,6 +196,57 @@ def test_impurity_names_the_line_and_the_way_out(fn: Any, says: str, remedy: str
     assert remedy in str(error.value)
     line = int(str(error.value).split(":")[1].split()[0])
     assert line > fn.__code__.co_firstlineno
+
+
+COUNTS: dict[str, tuple[Any, Any]] = {
+    "plain": (torch.bincount, lambda x: x.new_zeros(6).scatter_add(0, x, torch.ones_like(x))),
+    "minlength": (
+        lambda x: torch.bincount(x, minlength=6),
+        lambda x: x.new_zeros(6).scatter_add(0, x, torch.ones_like(x)),
+    ),
+    "weights": (
+        lambda x: torch.bincount(x, WEIGHTS, 6),
+        lambda x: WEIGHTS.new_zeros(6).scatter_add(0, x, WEIGHTS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_of_values_have_a_size_that_is_known(name: str) -> None:
+    """The remedy that the refusal names does what bincount does, under transforms too."""
+    refused, remedy = COUNTS[name]
+    x = torch.tensor([0, 5, 1, 1])
+    with pytest.raises(PurityError, match=r"bincount.* size that depends on values.*scatter_add\(0, x"):
+        trace(refused)(x)
+    want = refused(x)
+    eager = jit(remedy, backend="eager")
+    for run in (eager, shard(remedy, MESH), shard(remedy, MESH, in_specs=(P("d"),))):
+        assert torch.equal(full(run(x)), want)
+
+
+class Held:
+    """An object that is no pytree."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.rows = [value]
+
+
+@pytest.mark.parametrize("path", ["args[1]", "args[1]['held']", "kwargs['held']"])
+def test_writes_to_tensors_in_objects_name_the_argument(path: str) -> None:
+    def by_place(x: torch.Tensor, held: Any) -> torch.Tensor:
+        held = held["held"] if isinstance(held, dict) else held
+        held.rows[0][0] += x
+        return held.rows[0]
+
+    held = Held(torch.zeros(2, 4))
+    args, kwargs = {
+        "args[1]": ((X[0], held), {}),
+        "args[1]['held']": ((X[0], {"held": held}), {}),
+        "kwargs['held']": ((X[0],), {"held": held}),
+    }[path]
+    says = re.escape(f"changes {path}.rows[0] in place")
+    with pytest.raises(PurityError, match=f"{says}.* {re.escape(path)} is a Held, which is no pytree"):
+        trace(by_place)(*args, **kwargs)
 
 
 def test_attention_without_dropout_is_not_random() -> None:
