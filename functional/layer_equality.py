@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import LoopError
+from torchard.functional.guards.present_cells import is_filled
 from torchard.functional.tracing.settings import Settings
 
 __all__ = [
@@ -66,7 +67,7 @@ def _of_partial(partial: functools.partial[Any]) -> tuple[Any, ...]:
 
 def _of_function(function: FunctionType) -> tuple[Any, ...]:
     """The parts in which functions with the same code may differ. (They have the module's globals.)"""
-    closed = [cell.cell_contents for cell in function.__closure__ or ()]
+    closed = [x.cell_contents if is_filled(x) else ABSENT for x in function.__closure__ or ()]
     return closed, function.__defaults__, function.__kwdefaults__, vars(function)
 
 
@@ -142,7 +143,7 @@ def contents(value: Any, depth: int = 2) -> list[Any] | None:
     elif isinstance(value, (list, tuple, set, frozenset)):
         inside = list(value)
     elif isinstance(value, FunctionType):
-        inside = [cell.cell_contents for cell in value.__closure__ or ()]
+        inside = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
     elif hasattr(value, "__dict__"):
         inside = list(vars(value).values())
     else:

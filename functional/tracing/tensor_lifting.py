@@ -64,13 +64,12 @@ class TensorLifting(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if internals.forward_ad_active():
             self.state.inner_levels = internals.level_kinds()
-        copied = is_deep_copy(self.state, func, args)
+        if is_deep_copy(self.state, func, args):
+            return self._cut(torch.Tensor.detach, self._natives(args[:1]), {}).clone()
         args, kwargs = self._natives(args), self._natives(kwargs)
         if self.state.turned and func in _PLAIN_GRADIENTS and forgets_turns(self.state.tracer.graph):
             _check_levels(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
         args, kwargs, weak = _weaken(args, kwargs)
-        if copied:
-            return self._cut(torch.Tensor.detach, args[:1], {}).clone()
         if _is_detach(func):
             return self._cut(func, args, kwargs)
         if _is_data(func):

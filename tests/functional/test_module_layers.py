@@ -557,3 +557,36 @@ def test_a_module_that_is_used_twice() -> None:
     fn, params = functionalize(nn.Sequential(layer, nn.Tanh(), layer))
     torch.testing.assert_close(fn(params, X), layer(torch.tanh(layer(X))))
     assert list(params) == ["0.weight", "0.bias"]
+
+
+def test_layers_with_functions_whose_variables_are_not_assigned() -> None:
+    """A closure may have empty cells."""
+
+    class Active(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, skipped = nn.Linear(WIDTH, WIDTH), True
+
+            def active(x: Tensor) -> Tensor:
+                return x.relu() if skipped else x + late
+
+            self.active = active
+            if not skipped:
+                late = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.active(self.linear(x))  # type: ignore[no-any-return]
+
+    class Actives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Active() for _ in range(DEPTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    module = Actives().double()
+    stacked, rows = functionalize(module, stacked="layers")
+    torch.testing.assert_close(stacked(rows, X), module(X))
