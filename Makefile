@@ -43,8 +43,9 @@ test: $(STAMP) ## run all tests, in JOBS processes
 explore: $(STAMP) ## run tests with many more examples per property (ARGS=tests/functional/effects/test_writes.py)
 	$(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile=explore --timeout 3600 $(ARGS)
 
-writes: $(STAMP) ## 10,000 random programs that write in place, under transforms (an hour; ARGS="1000 SEED")
+writes: $(STAMP) ## 10,000 random programs that write in place: numbers, then reports of memory (hours; ARGS="1000 SEED")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/write_checks.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/write_peaks.py $(ARGS)
 
 laws: $(STAMP) ## ten times as many stacks of transforms as make test (all of them: ARGS="--every 1")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/library_laws.py --out tests/results/laws.md $(ARGS)

@@ -11,12 +11,14 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.effects.in_place import WRITTEN_VIEWS
 from torchard.functional.execution.collecting import Rows, Total, row_of, taken
 from torchard.functional.execution.donated import Owned
 from torchard.functional.execution.failures import failed
 from torchard.functional.execution.instructions import (
     Assign,
     Compute,
+    Copied,
     Drop,
     For,
     Get,
@@ -33,15 +35,17 @@ from torchard.functional.execution.instructions import (
     Write,
 )
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
+from torchard.functional.execution.scatters import copied
 from torchard.functional.execution.sequencing import instructions_of, what_runs
 from torchard.functional.programs.labels import Label
 from torchard.functional.programs.loops import regrouped
+from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["Line", "assembled", "compiled", "text_of"]
 
 _LITERALS = (bool, int, str, type(None))
 # The names to which the text of instructions refers.
-_COLLECTING = {"Rows": Rows, "Total": Total, "row_of": row_of, "taken": taken}
+_COLLECTING = {"copied": copied, "Rows": Rows, "Total": Total, "row_of": row_of, "taken": taken}
 
 
 class Line(NamedTuple):
@@ -76,7 +80,7 @@ def compiled(
     names = dict(_COLLECTING)
     body = list(lines_of(runs.instructions, names))
     beginning: list[str] = []
-    if runs.nodes or summed is not graph:
+    if runs.writes or summed is not graph:
         names |= {"owned": Owned(runs.taken), "pure": _Pure(graph, name)}
         beginning = ["own = owned(args)", "if own is None: return pure(args)", "args = own", "del own"]
     return assembled(body, names, name, beginning)
@@ -201,21 +205,22 @@ def _texts(instruction: Instruction, names: dict[str, Any]) -> Iterator[str]:
             if slots:
                 yield f"{', '.join(slots)}, = args"
                 yield "if type(args) is list: args.clear()"
+        case Copied(node, slot, slots):
+            base, source, *place = _arguments(node, slots, names)
+            yield f"{slot} = copied({base})"
+            yield _written(WRITTEN_VIEWS[node.target], aten.copy_.default, slot, source, place, names)
         case Compute(node, slot, slots, given):
-            arguments = [given] if given else [_argument(x, slots, names) for x in node.args]
-            arguments += [f"{key}={_argument(x, slots, names)}" for key, x in node.kwargs.items()]
+            arguments = [given] if given else _arguments(node, slots, names)
             function = _constant(internals.direct(node.target), names, "f")
             yield f"{slot} = {function}({', '.join(arguments)})"
         case Write(node, slot, slots, write, part):
-            base, *others = [_argument(x, slots, names) for x in node.args]
-            others += [f"{key}={_argument(x, slots, names)}" for key, x in node.kwargs.items()]
-            function = _constant(internals.direct(write), names, "f")
+            base, *others = _arguments(node, slots, names)
             if part is None:
+                function = _constant(internals.direct(write), names, "f")
                 yield f"{function}({', '.join([base, *others])})"
             else:
                 source, *place = others
-                view = _constant(internals.direct(part), names, "f")
-                yield f"{function}({view}({', '.join([base, *place])}), {source})"
+                yield _written(part, write, base, source, place, names)
             yield f"{slot} = {base}"
         case Pack(_, slot, values, slots):
             yield f"{slot} = {_argument(list(values), slots, names)}"
@@ -241,6 +246,19 @@ def _texts(instruction: Instruction, names: dict[str, Any]) -> Iterator[str]:
             for i in alone:
                 results[i] = f"{_constant(internals.without_base, names, 'f')}({results[i]})"
             yield f"return [{', '.join(results)}]"
+
+
+def _written(
+    view: Any, write: Any, base: str, source: str, place: Sequence[str], names: dict[str, Any]
+) -> str:
+    """The text of a write to a part of a base."""
+    part, function = (_constant(internals.direct(each), names, "f") for each in (view, write))
+    return f"{function}({part}({', '.join([base, *place])}), {source})"
+
+
+def _arguments(node: fx.Node, slots: SlotNames, names: dict[str, Any]) -> list[str]:
+    named = [f"{key}={_argument(x, slots, names)}" for key, x in node.kwargs.items()]
+    return [_argument(x, slots, names) for x in node.args] + named
 
 
 def _argument(value: Any, slots: SlotNames, names: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ from torchard.functional.programs.labels import Label, label_of
 __all__ = [
     "Assign",
     "Compute",
+    "Copied",
     "Drop",
     "For",
     "Get",
@@ -93,6 +94,11 @@ class Compute(_OfNode):
     slot: str
     slots: SlotNames
     given: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copied(Compute):
+    """Compute a node that writes its second operand to a part of its first: in a copy (scatters.py)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

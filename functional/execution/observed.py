@@ -9,7 +9,9 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.effects.in_place import WRITTEN_VIEWS
 from torchard.functional.execution.collecting import new_buffer
+from torchard.functional.execution.scatters import copied
 from torchard.functional.execution.storages import Fresh, Results
 from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.markers import rows, total
@@ -23,6 +25,7 @@ _COLLECTED: dict[Any, Any] = {
     rows: lambda value, count, *_: new_buffer(value, count),
     total: lambda value, *_: aten.add.Tensor(value, value),
 }
+_RUN = {**_COLLECTED, **dict.fromkeys(WRITTEN_VIEWS, lambda base, *_, **__: copied(base))}
 
 
 def observed(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> Results:
@@ -35,7 +38,7 @@ def observed(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> Results:
         for node in regrouped(graph):
             if node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                function = _COLLECTED.get(node.target, node.target)
+                function = _RUN.get(node.target, node.target)
                 # torch's fakes of awaited values are new tensors
                 function = _awaited if STAGE.get(node) == "wait" else function
                 values[node] = function(*args, **kwargs)

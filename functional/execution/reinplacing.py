@@ -37,6 +37,7 @@ from torchard.functional.effects.in_place import (
 from torchard.functional.execution.instructions import (
     Assign,
     Compute,
+    Copied,
     For,
     Get,
     Instruction,
@@ -80,11 +81,13 @@ class Reinplaced(NamedTuple):
     Attributes:
         nodes: those that write to their base, in order, each with whether its value already lies there.
         taken: the positions of the inputs that are written to.
+        writes: whether anything is written, a copy included.
     """
 
     instructions: Sequence[Instruction]
     nodes: Mapping[fx.Node, bool] = {}
     taken: Sequence[int] = ()
+    writes: bool = False
 
 
 def reinplaced(
@@ -114,7 +117,8 @@ def reinplaced(
     rewriting = _Rewriting(nodes, stacks, reads.alone() if donated else [])
     changed = rewriting.program(instructions)
     taken = [i for i in donated if reads.is_written(i, nodes)]
-    return Reinplaced(changed, {**nodes, **dict.fromkeys(stacks, True)}, taken)
+    writes = any(isinstance(each, (Copied, Write)) for each in _within(changed))
+    return Reinplaced(changed, {**nodes, **dict.fromkeys(stacks, True)}, taken, writes)
 
 
 def _which_write(
@@ -299,6 +303,8 @@ class _Rewriting:
                 yield Assign(node, [slot], [source])
             case Compute(node, slot, slots) if node in self.nodes:
                 yield self._write(node, slot, slots)
+            case Compute(node, slot, slots) if node.target in WRITTEN_VIEWS:
+                yield Copied(node, slot, slots)
             case _:
                 yield each
 

@@ -97,13 +97,17 @@ class Liveness:
     @property
     def peak(self) -> int:
         """The most bytes that are alive at once."""
-        return max(self.held())
+        return max(self._held_from_entry())
 
     def at_peak(self) -> list[Allocation]:
         """The storages that are alive when most bytes are."""
-        held = self.held()
-        at = held.index(max(held))
+        held = self._held_from_entry()
+        at = held.index(max(held)) - 1
         return [a for a in self.allocations if a.begin <= at <= a.end and a.nbytes]
+
+    def _held_from_entry(self) -> list[int]:
+        """Bytes alive before the first event, with donated arguments that nothing reads, and at each."""
+        return [sum(a.nbytes for a in self.allocations if a.begin < 0), *self.held()]
 
 
 def alive(

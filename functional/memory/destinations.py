@@ -121,20 +121,6 @@ def _ones(to: Destination, *_: Any, **__: Any) -> None:
     to.fill(1)
 
 
-@_writes(aten.slice_scatter.default)
-def _slice_scatter(
-    to: Destination, x: torch.Tensor, part: torch.Tensor, *at: Any, **named: Any
-) -> None:
-    to.copy(x)
-    to.copy(part, into=to.view(aten.slice.Tensor, to.result, *at, **named))
-
-
-@_writes(aten.select_scatter.default)
-def _select_scatter(to: Destination, x: torch.Tensor, part: torch.Tensor, *at: Any) -> None:
-    to.copy(x)
-    to.copy(part, into=to.view(aten.select.int, to.result, *at))
-
-
 @_writes(aten.slice_backward.default)
 def _slice_backward(to: Destination, grad: torch.Tensor, _: Any, *at: Any) -> None:
     to.fill(0)

@@ -17,10 +17,12 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
+from torchard.functional.effects.in_place import WRITTEN_VIEWS
 from torchard.functional.execution.collecting import Rows, Total, taken
 from torchard.functional.execution.instructions import (
     Assign,
     Compute,
+    Copied,
     Drop,
     Get,
     Inputs,
@@ -34,6 +36,7 @@ from torchard.functional.execution.instructions import (
     Write,
     executed,
 )
+from torchard.functional.execution.scatters import copied
 from torchard.functional.execution.sequencing import what_runs
 from torchard.functional.programs.labels import Label
 from torchard.functional.torch_internals.operators import aten, c10d
@@ -221,6 +224,8 @@ class _Run:
         match instruction:
             case Inputs(slots):
                 held.update(zip(slots, self.inputs, strict=True))
+            case Copied(node, slot, slots):
+                held[slot] = self._copied(instruction, i)
             case Compute(node, slot, slots, given):
                 args = (held[given],) if given else self._values(node.args, slots)
                 label = instruction.label
@@ -251,6 +256,23 @@ class _Run:
                 self.outputs = self._values(list(values), slots)
                 for at in alone:
                     self.outputs[at] = self.recorder.without_base(self.outputs[at])
+
+    def _copied(self, instruction: Copied, i: int | None) -> torch.Tensor:
+        """A copy of the first operand, to a part of which the second is written."""
+        node, slots, label = instruction.node, instruction.slots, instruction.label
+        assert label is not None
+        label = label.in_iteration(i)
+        args, kwargs = self._values((node.args, node.kwargs), slots)
+        base, source, *place = args
+        with self.recorder.fakes:
+            like = copied(base)
+        copy: torch.Tensor = self.recorder.call(
+            aten.new_empty_strided.default, label, base, like.shape, like.stride()
+        )
+        self.recorder.write(aten.copy_.default, label, copy, base)
+        part = self.recorder.call(WRITTEN_VIEWS[node.target], label, copy, *place, **kwargs)
+        self.recorder.write(aten.copy_.default, label, part, source)
+        return copy
 
     def _write(self, instruction: Write, i: int | None) -> None:
         label = instruction.label

@@ -139,4 +139,5 @@ def bytes_of(node: fx.Node, item: int = 0) -> int:
         return 0
     if node.op == "placeholder":  # a view may be larger or smaller than its storage
         return val.untyped_storage().nbytes()
-    return val.numel() * val.element_size()
+    reach = sum((n - 1) * stride for n, stride in zip(val.shape, val.stride(), strict=True)) + 1
+    return max(val.numel(), reach if val.numel() else 0) * val.element_size()  # with gaps

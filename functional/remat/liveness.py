@@ -25,6 +25,7 @@ from torchard.functional.programs.loops import loops_together, regrouped
 from torchard.functional.programs.program import Program, RankGraph
 from torchard.functional.programs.running_sums import added_product, sum_so_far
 from torchard.functional.programs.tags import HALF, VAL
+from torchard.functional.programs.unrolled import has_loops
 from torchard.functional.programs.views import base_of, handed_value, storage_of
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import halves_of
@@ -110,8 +111,15 @@ def liveness(program: Program) -> Liveness:
 
 
 def writes_of(program: Program) -> Mapping[fx.Node, bool]:
-    """The operations that write to their base, each with whether its value already lies there."""
-    return _what_runs(program).nodes
+    """The operations that write to their base, each with whether its value already lies there.
+
+    None of a joint program that runs unrolled, whose operations are others.
+    """
+    runs = with_loop_residuals(program) if program.is_joint else program
+    if has_loops(program) and not has_loops(runs):
+        return {}
+    written = {node.name: lies for node, lies in _what_runs(runs).nodes.items()}  # names are kept
+    return {node: written[node.name] for node in program.calls if node.name in written}
 
 
 def _what_runs(program: Program) -> Reinplaced:

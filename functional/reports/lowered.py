@@ -57,9 +57,11 @@ class Lowered(Program):
     def peak(self) -> int:
         """Peak memory in bytes, arguments and results included.
 
-        For a joint program, during its forward and then its backward. On a mesh, of the rank that holds
+        Donated arguments count until their last use. For a joint program, during its forward and then its
+        backward. On a mesh, of the rank that holds
         most: what a collective sends and receives is held until it is awaited. Uncompiled code has this
-        peak, to the byte; values in planned memory take ``memory.planned`` instead.
+        peak, to the byte, but for memory that operators take for themselves while they run; values in
+        planned memory take ``memory.planned`` instead.
         """
         return peak_of(self)
 

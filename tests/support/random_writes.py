@@ -5,7 +5,7 @@ freely. `InPlace` runs a program as a user writes it, with views and writes in p
 reference: a buffer is a flat value, a view the places of its elements in it, and a write a new value; it
 has no memory that could be shared, so it may be differentiated in any way.
 
-All numbers are small integers in float64: results are exact.
+All numbers are small integers: results are exact.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ MAKES: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "y.sum(0) + y": lambda y, o, c: (y.sum(0) + y) % 7 if y.ndim else y * 2,
     "y.reshape(-1) + c": lambda y, o, c: y.reshape(-1) + c,
     "2 * y.t()": lambda y, o, c: 2 * y.swapaxes(0, -1) if y.ndim else y * 2,
+    "where(bits, y, o)": lambda y, o, c: torch.where(_bits(y, o, c), y, o),
     "stack([y, o])[c]": lambda y, o, c: torch.stack([y, o])[c % 2],
 }
 
@@ -153,6 +154,14 @@ COPIES: dict[str, Callable[[Tensor, Tensor, int, Tensor], Tensor]] = {
 
 def _mask(y: Tensor, c: int) -> Tensor:
     return (torch.arange(y.numel()) + c).remainder(3).eq(0).view(y.shape)
+
+
+def _bits(y: Tensor, o: Tensor, c: int) -> Tensor:
+    """Booleans, some of which are written."""
+    bits = (y > o).reshape(-1).clone()
+    bits[c % len(bits)] = bits[0]
+    bits[c % len(bits) :] |= (o > 0).reshape(-1)[c % len(bits) :]
+    return bits.view(y.shape)
 
 
 def _rotated(y: Tensor, c: int) -> Tensor:
@@ -233,7 +242,8 @@ class Memory:
     def _run(self, step: Step, number: int) -> None:
         c, y, o = step.c + number, self.pick(step.y), self.pick(step.o)
         if step.op in MAKES:
-            self.new(MAKES[step.op](self.read(y), self._like(o, y.places.shape), c))
+            made = self.read(y)
+            self.new(MAKES[step.op](made, self._like(o, made), c))
         elif step.op in VIEWS:
             self.view(y, step.op, c)
         elif step.op in WRITES or step.op in COPIES:
@@ -252,7 +262,7 @@ class Memory:
             y = self.new(self.read(y).clone())
         if not y.places.ndim:
             y = self.view(y, "y[None]", 0)
-        other = self._like(o, y.places.shape)
+        other = self._like(o, self.read(y))
         at = self.at % len(y.places) if len(y.places) > 1 else self.at[:1] * 0
         at = at[: y.places.shape[-1]]
         if step.op in COPIES:
@@ -263,9 +273,9 @@ class Memory:
             other = other.clone()
         self.write(y, lambda tensor: WRITES[step.op](tensor, other, c, at))
 
-    def _like(self, value: Value, shape: tuple[int, ...]) -> Tensor:
-        """A value, or its first row or element, in this shape."""
-        tensor = self.read(value)
+    def _like(self, value: Value, like: Tensor) -> Tensor:
+        """A value, or its first row or element, in the shape and dtype of another."""
+        tensor, shape = self.read(value).to(like.dtype), like.shape
         while tensor.ndim and tensor.shape != shape[len(shape) - tensor.ndim :]:
             tensor = tensor[0]
         return tensor.expand(shape)
@@ -277,10 +287,12 @@ class Memory:
             inner = type(self)([y, o], at)
             inner.run(step.body, step.c)
             newest = inner.values[-1]
-            return inner._like(newest, y.shape) * 1, inner.read(newest) % 11
+            return inner._like(newest, y) * 1, inner.read(newest) % 11
 
         if step.op in ("call", "checkpoint"):
-            run = checkpoint(block) if step.op == "checkpoint" and self.transforms else block
+            run = block
+            if step.op == "checkpoint" and self.transforms:
+                run = checkpoint(block, policy=_some) if step.c % 2 else checkpoint(block)
             return run(y, o, self.at)  # type: ignore[no-any-return]
         rows = torch.stack([o, o + 1, o * 2])
 
@@ -297,6 +309,11 @@ class Memory:
             carry, part = carried(row, carry, self.at)
             parts.append(part)
         return *carry, torch.stack(parts)
+
+
+def _some(op: str, *_: Any) -> str:
+    """A policy under which values are saved, recomputed and offloaded."""
+    return ("save", "recompute", "offload")[len(op) % 3]
 
 
 class InPlace(Memory):

@@ -4,8 +4,9 @@
 
 prints, by case, the peak by the program and the most bytes that are alive while the rank runs, as JSON.
 Programs are read for the rank that holds most, which is the first one; other ranks run pipelines alone.
-The last cases are random programs, of so many seeds. As under NCCL or gloo, what a collective reads and
-writes is held until it is awaited: torch's fake group is done at once, so `HoldingLiveBytes` holds it.
+The last cases are random programs, of that many seeds, and half as many that write in place. As under
+NCCL or gloo, what a collective reads and writes is held until it is awaited: torch's fake group is done
+at once, so `HoldingLiveBytes` holds it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ import pipelined  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import train_gpt  # noqa: E402
+import write_cases  # noqa: E402
+import write_checks  # noqa: E402
+import write_peaks  # noqa: E402
 from _live import LiveBytes  # noqa: E402
 from live_bytes import parts  # noqa: E402
+from refusals import refuses  # noqa: E402
 from sharded_programs import numbered  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
@@ -162,6 +167,27 @@ def drawn(seed: int) -> Case:
     return of(shard(case.program, mesh, out_specs=case.out_specs), *args)
 
 
+def writing(count: int) -> dict[str, tuple[int, int]]:
+    """The peaks of random programs that write in place, by case; those that are refused are left out.
+
+    `where` of a number makes a tensor of it while it runs, of at most 8 bytes: memory within an operator
+    is no value of the program, and is not measured.
+    """
+    write_cases.MESHES.update({"dp=2": Mesh({"dp": 4}), "dp=2 tp=2": Mesh({"dp": 2, "tp": 2})})
+    found = {}
+    strategy = write_peaks.peak_cases(*write_cases.MESHES)
+    for case in write_cases.drawn(count, 0, strategy):
+        try:
+            said, have = write_peaks.said_and_measured(case, HoldingLiveBytes)
+        except Exception as error:
+            if not refuses(error) and not write_checks.torch_refuses(case, type(error)):
+                raise
+        else:
+            within = have["peak"] - said["peak"] in range(9)
+            found[str(case)] = said["peak"], said["peak"] if within else have["peak"]
+    return found
+
+
 def cases(seeds: int) -> dict[str, Callable[[], Case]]:
     bind = functools.partial
     return {
@@ -198,7 +224,9 @@ def main(rank: int, seeds: int) -> None:
     agree.exchange = alone
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
     chosen = (cases(seeds) if rank == 0 else {}) | PIPELINES
-    print(json.dumps({name: measured(case()) for name, case in chosen.items()}), flush=True)
+    found = {name: measured(case()) for name, case in chosen.items()}
+    found |= writing(seeds // 2) if rank == 0 else {}
+    print(json.dumps(found), flush=True)
     dist.destroy_process_group()
 
 

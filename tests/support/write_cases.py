@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from random_writes import CLOSED, AsValues, InPlace, Memory, Program, programs
 from torch import Tensor
 
 from torchard import Mesh, P, accumulate, jit, place, shard
 
-__all__ = ["AT", "Case", "cases"]
+__all__ = ["AT", "DERIVED", "MESHES", "Case", "cases", "drawn"]
 
 Fn = Callable[..., Any]
 SHAPES = ((4, 4), (4, 4), (4,))
@@ -36,6 +37,7 @@ class Case:
         donated: positions of donated arguments.
         holds: whether the user holds a view of each argument from before.
         threads: whether calls come from several threads.
+        dtype: of the arguments; closed-over tensors are float64.
     """
 
     program: Program
@@ -47,10 +49,12 @@ class Case:
     donated: frozenset[int] = frozenset()
     holds: bool = False
     threads: bool = False
+    dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
         how = "inside" if self.inside else "outside"
-        lines = [f"{self.derived} ({how}), {self.way}, arguments {self.placed}, specs {self.specs}"]
+        way = f"{self.way}, {self.dtype}"
+        lines = [f"{self.derived} ({how}), {way}, arguments {self.placed}, specs {self.specs}"]
         lines.append(f"donated {sorted(self.donated)}, holds {self.holds}, threads {self.threads}")
         return "\n".join([*lines, str(self.program)])
 
@@ -86,10 +90,37 @@ class Case:
             fn = shard(fn, MESHES[self.way])
         return jit(fn, **options)
 
+    def lowered_and_called(self) -> tuple[Callable[[], Any], Callable[[Callable[..., Any]], Any]]:
+        """A function for the program that runs, and one that calls it, in a context of its arguments."""
+
+        def fresh() -> list[Any]:
+            _, *values = self.arguments(0)
+            return [*self.on_mesh(*values), AT]
+
+        if self.derived == "backward twice":
+            run = self._transformed(_loss_of(self.plain(InPlace)))
+            one = torch.ones(()).double()
+
+            def both(begin: Callable[..., Any]) -> Any:
+                leaves = [x.requires_grad_() for x in fresh()[:3]]
+                with begin([*leaves, AT, one]):
+                    total = run(*leaves, AT)
+                    return total, torch.autograd.grad(total, leaves, one, allow_unused=True)
+
+            return lambda: run.lower_joint(*fresh(), argnums=(0, 1, 2)), both
+        run = self.subject()
+
+        def call(begin: Callable[..., Any]) -> Any:
+            given = fresh()
+            with begin(given):
+                return run(*given)
+
+        return lambda: run.lower(*fresh()), call
+
     def arguments(self, number: int) -> tuple[Any, ...]:
         """The caller's memory, and three arguments: small integers, others for each number."""
         draw = torch.Generator().manual_seed(number)
-        base = torch.randint(-9, 10, (9, 4), generator=draw).double()
+        base = torch.randint(-9, 10, (9, 4), generator=draw).to(self.dtype)
         return base, *PLACED[self.placed](base)
 
     def on_mesh(self, *values: Tensor) -> list[Any]:
@@ -112,6 +143,10 @@ def _loss(fn: Fn, at: Tensor) -> Fn:
         return total
 
     return loss
+
+
+def _loss_of(fn: Fn) -> Fn:
+    return lambda x, y, z, at: _loss(fn, at)(x, y, z).double()
 
 
 def _jvp(fn: Fn) -> Fn:
@@ -183,6 +218,7 @@ REFERENCES: dict[str, Callable[[Fn], Fn]] = {
         lambda y, z, first, second: _loss(fn, at)(first, y, z) + _loss(fn, at)(second, y, z), (0, 1)
     )(y, z, x, y),
 }
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 MESHES = {
     "dp=2": Mesh({"dp": 2}, virtual=True),
     "dp=2 tp=2": Mesh({"dp": 2, "tp": 2}, virtual=True),
@@ -201,6 +237,26 @@ PLACED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
 # -- what is drawn --------------------------------------------------------------------------------------
 
 
+def drawn(count: int, number: int, strategy: st.SearchStrategy[Case]) -> list[Case]:
+    """That many cases by a seed, each once."""
+    found: dict[Case, None] = {}
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(strategy)
+    def run(case: Case) -> None:
+        found[case] = None
+
+    run()
+    return list(found)
+
+
 def cases(derived: Sequence[str] = (), ways: Sequence[str] = ()) -> st.SearchStrategy[Case]:
     """Cases; of half of them the function is not derived, and of more than half there is no mesh."""
     return st.builds(
@@ -214,4 +270,10 @@ def cases(derived: Sequence[str] = (), ways: Sequence[str] = ()) -> st.SearchStr
         donated=st.frozensets(st.integers(0, 2)),
         holds=st.booleans(),
         threads=st.sampled_from([False] * 7 + [True]),
-    ).filter(lambda case: case.placed != "one twice" or case.donated <= {2})
+        dtype=st.sampled_from([torch.float64] * 4 + DTYPES),
+    ).filter(_is_possible)
+
+
+def _is_possible(case: Case) -> bool:
+    differentiable = case.dtype.is_floating_point or case.derived in ("value", "vmap")
+    return differentiable and (case.placed != "one twice" or case.donated <= {2})

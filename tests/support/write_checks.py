@@ -29,7 +29,7 @@ from write_cases import AT, Case, cases
 from torchard import MeshTensor, tree
 from torchard.functional.memory.planned_code import poisoned
 
-__all__ = ["Wrong", "check", "explore"]
+__all__ = ["Wrong", "check", "explore", "torch_refuses"]
 
 LARGEST = 2.0**45  # below this, no sum is rounded
 
@@ -152,8 +152,11 @@ def check(case: Case) -> str:
     """
     _, *values = case.arguments(0)
     wanted = _whole(case.reference()(*values, AT))
-    if any(float(x.abs().max()) > LARGEST for x in wanted if x.numel()):
+    exact = _whole(case.reference()(*[v.double() for v in values], AT))
+    if any(float(x.abs().max()) > LARGEST for x in exact if x.numel()):
         return "too large"
+    if case.dtype.is_floating_point and any(map(_differ, wanted, exact)):
+        return "rounded"
     try:
         with poisoned(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -165,13 +168,17 @@ def check(case: Case) -> str:
     except Exception as error:
         if refuses(error):
             return f"refused: {type(error).__name__}"
-        if _torch_refuses(case, type(error)):
+        if torch_refuses(case, type(error)):
             return "torch refuses"
         raise
     return "right"
 
 
-def _torch_refuses(case: Case, kind: type[Exception]) -> bool:
+def _differ(a: Tensor, b: Tensor) -> bool:
+    return not torch.equal(a.double(), b.double())
+
+
+def torch_refuses(case: Case, kind: type[Exception]) -> bool:
     """Whether plain torch raises such an exception, too, as vmap does for some writes."""
     _, *values = case.arguments(0)
     try:

@@ -11,7 +11,7 @@ from random_writes import CLOSED, AsValues, InPlace, Program, Step, programs
 from write_cases import AT, DERIVED, Case, cases
 from write_checks import Wrong, check
 
-ALLOWED = ("right", "too large", "torch refuses")
+ALLOWED = ("right", "too large", "rounded", "torch refuses")
 
 
 @settings(max_examples=30)
