@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torchard.functional.programs.markers import rows, total
 from torchard.functional.programs.tags import STAGE
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["fakes_like", "observed"]
+__all__ = ["fakes_like", "observed", "results_of"]
 
 # The values that a loop collects have memory of their own.
 _COLLECTED: dict[Any, Any] = {
@@ -28,8 +28,8 @@ _COLLECTED: dict[Any, Any] = {
 _RUN = {**_COLLECTED, **dict.fromkeys(WRITTEN_VIEWS, lambda base, *_, **__: copied(base))}
 
 
-def observed(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> Results:
-    """What the nodes of a graph compute, each in one iteration, for inputs like these."""
+def observed(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
+    """The values of a graph's nodes, each in one iteration, for inputs like these."""
     fakes = internals.FakeTensorMode()
     values: dict[fx.Node, Any] = dict(
         zip(graph.find_nodes(op="placeholder"), fakes_like(inputs, fakes), strict=True)
@@ -42,6 +42,11 @@ def observed(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> Results:
                 # torch's fakes of awaited values are new tensors
                 function = _awaited if STAGE.get(node) == "wait" else function
                 values[node] = function(*args, **kwargs)
+    return values
+
+
+def results_of(values: Mapping[fx.Node, Any]) -> Results:
+    """What nodes compute, by their values: these say what shares memory."""
 
     def results(node: fx.Node) -> Any:
         shared = {

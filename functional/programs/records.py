@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torchard.functional.machines.machine import Machine
+
 __all__ = ["AxisWork", "PerIteration", "Record", "Records", "Work"]
 
 
@@ -43,6 +45,10 @@ class Record(PerIteration):
     def payload(self) -> str:
         """The data that the operation sends, for errors; empty if it sends nothing."""
         return ""
+
+    def over(self, machine: Machine) -> tuple[tuple[str, ...], float]:
+        """The links over which the operation sends, and the seconds that it takes on a machine."""
+        return (), 0.0
 
     def in_backward(self) -> Record:
         """The record of the same operation, recomputed for a backward."""

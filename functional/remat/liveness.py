@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from torchard.functional.execution.donated import donated_inputs
-from torchard.functional.execution.observed import observed
+from torchard.functional.execution.observed import observed, results_of
 from torchard.functional.execution.reinplacing import Reinplaced, reinplaced
 from torchard.functional.execution.sequencing import instructions_of, what_runs
 from torchard.functional.execution.storages import Fresh, Liveness, Results, alive
@@ -31,8 +31,10 @@ from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import halves_of
 
 __all__ = [
+    "RankList",
     "Storage",
     "bytes_in",
+    "lists_of",
     "liveness",
     "liveness_of_ranks",
     "order_of",
@@ -66,19 +68,45 @@ def peak_of(program: Program) -> int:
     return max(live.peak for live in liveness_of_ranks(program))
 
 
-def liveness_of_ranks(program: Program) -> list[Liveness]:
-    """The liveness of each rank that may hold other values than others; one without a mesh."""
+class RankList(NamedTuple):
+    """What one rank runs, as it is read by models of it.
+
+    Attributes:
+        runs: the instructions, and which of them write in place.
+        results: what operations compute.
+        values: the value of each node on the rank, in one iteration; None if its own tag is right.
+    """
+
+    runs: Reinplaced
+    inputs: Sequence[fx.Node]
+    donated: Sequence[int]
+    results: Results
+    values: Mapping[fx.Node, Any] | None = None
+
+    @property
+    def alive(self) -> Liveness:
+        return alive(self.runs.instructions, self.inputs, self.donated, self.results)
+
+
+def lists_of(program: Program) -> list[RankList]:
+    """What each rank runs that may hold other values than others; one without a mesh."""
     if program.runtime is None:
-        return [liveness(program)]
+        return [_listed(program)]
     donated = donated_inputs(program)
     ranks = program.runtime.ranks(_in_execution_order(program), direct=True)
     return [_of_rank(rank, donated) for rank in ranks]
 
 
-def _of_rank(rank: RankGraph, donated: Sequence[int]) -> Liveness:
+def liveness_of_ranks(program: Program) -> list[Liveness]:
+    """The liveness of each rank that may hold other values than others; one without a mesh."""
+    return [listed.alive for listed in lists_of(program)]
+
+
+def _of_rank(rank: RankGraph, donated: Sequence[int]) -> RankList:
     graph, runs = what_runs(rank.graph, donated, HALF.get)
     inputs = list(graph.find_nodes(op="placeholder"))
-    return alive(runs.instructions, inputs, donated, observed(graph, rank.inputs))
+    values = observed(graph, rank.inputs)
+    return RankList(runs, inputs, donated, results_of(values), values)
 
 
 def _in_execution_order(program: Program) -> Program:
@@ -104,10 +132,14 @@ def liveness(program: Program) -> Liveness:
     On a mesh, each value has the size of the largest shard, and collectives have no buffers: budgets
     choose values by this estimate, and go by the peaks of ranks.
     """
+    return _listed(program).alive
+
+
+def _listed(program: Program) -> RankList:
     if program.is_joint:
         program = with_loop_residuals(program)
     runs, inputs = _what_runs(program), program.placeholders
-    return alive(runs.instructions, inputs, donated_inputs(program), _declared(program))
+    return RankList(runs, inputs, donated_inputs(program), _declared(program))
 
 
 def writes_of(program: Program) -> Mapping[fx.Node, bool]:

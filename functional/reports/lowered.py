@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchard.functional.execution.binding import bind
+from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.program import Bound, Program
 from torchard.functional.programs.records import Work
 from torchard.functional.programs.tags import SCHEDULE
@@ -18,6 +19,7 @@ from torchard.functional.reports.draw import draw
 from torchard.functional.reports.memory import Memory, memory_of
 from torchard.functional.reports.residuals import Residuals, residuals_of
 from torchard.functional.reports.text import program_text
+from torchard.functional.reports.time import Time, time_of
 from torchard.functional.reports.work import work_of
 
 __all__ = ["Lowered"]
@@ -77,6 +79,17 @@ class Lowered(Program):
     def work(self) -> Work:
         """FLOPs and bytes on one device and on the busiest rank, and how much each axis splits."""
         return work_of(self)
+
+    def time(self, machine: Machine) -> Time:
+        """The seconds that the program takes on a machine, and the communication that it waits for.
+
+        On a mesh, of one rank: computation is one stream, and each axis of the mesh one of collectives,
+        issued and awaited where the plan does.
+
+        Raises:
+            ValueError: the program is a pipeline.
+        """
+        return time_of(self, machine)
 
     @property
     def schedule(self) -> Any:

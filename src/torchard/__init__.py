@@ -5,7 +5,7 @@ compiled) is specified outside of it, by transforms. This module re-exports the 
 defined in `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 """
 
-from torchard import nn, optim, policies, random, transforms, tree
+from torchard import machines, nn, optim, policies, random, transforms, tree
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.core.errors import (
     AccumulateError,
@@ -26,6 +26,7 @@ from torchard.functional.core.errors import (
     UnrolledLoopWarning,
 )
 from torchard.functional.jit import jit
+from torchard.functional.machines.machine import Link, Machine
 from torchard.functional.module import Functional, functionalize
 from torchard.functional.repeat import repeat, stack, unstack
 from torchard.functional.saved_residuals import saved_residuals
@@ -108,7 +109,9 @@ __all__ = [
     "IdleAxisWarning",
     "Kernel",
     "KernelError",
+    "Link",
     "LoopError",
+    "Machine",
     "Mesh",
     "MeshError",
     "MeshTensor",
@@ -157,6 +160,7 @@ __all__ = [
     "initialize",
     "jit",
     "load",
+    "machines",
     "name",
     "nn",
     "optim",

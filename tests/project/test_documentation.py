@@ -28,7 +28,8 @@ from torchard.sharding import testing
 
 SOURCES = Path(torchard.__file__).resolve().parent
 MODULES = (
-    *(torchard, torchard.nn, torchard.optim, torchard.random, torchard.policies, torchard.tree),
+    *(torchard, torchard.machines, torchard.nn, torchard.optim, torchard.random, torchard.policies),
+    torchard.tree,
     *(torchard.transforms, kernels, testing, torchard.testing, torchard.testing.strategies),
 )
 

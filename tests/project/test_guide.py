@@ -97,7 +97,7 @@ def test_the_script_for_several_processes_runs(tmp_path: Path) -> None:
 MODULES = (
     *(torchard, torchard.functional, torchard.sharding, torchard.kernels, torchard.testing),
     torchard.testing.strategies,
-    *(torchard.nn, torchard.optim, torchard.policies, torchard.random, torchard.tree),
+    *(torchard.machines, torchard.nn, torchard.optim, torchard.policies, torchard.random, torchard.tree),
     *(torchard.transforms, torchard.sharding.testing, torchard.sharding.transports),
 )
 

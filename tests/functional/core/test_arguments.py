@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,11 @@ KERNEL = ta.Kernel("twice", (double,))
 KEY = ta.random.key(0)
 SAVED = saved()
 CASES: dict[str, Case] = {
+    "Link": Case(ta.Link, bandwidth=1e9, latency=1e-4),
+    "Machine": Case(
+        partial(ta.Machine, flops={"float32": 1e12}),
+        **{"name": "m", "bandwidth": 1e11, "launch": 1e-6, "memory": 1, "overlaps": True},
+    ),
     "Mesh": Case(Mesh, axes={"a": 2}, virtual=True, device_type="cpu", timeout=30.0),
     "MeshTensor.from_shards": Case(
         MeshTensor.from_shards, parts=list(PLACED.parts), mesh=MESH, spec=P("a"), shape=(4, 6)
@@ -294,6 +300,9 @@ MEANT: dict[str, tuple[str, ...]] = {
     "find.pattern": ("a function",),
     "find.where": ("None", "a str", "a function"),
     "Mesh.timeout": ("None", "an int", "a float"),
+    **dict.fromkeys(["Link.bandwidth", "Link.latency"], ("an int", "a float")),
+    **dict.fromkeys(["Machine.bandwidth", "Machine.launch"], ("an int", "a float")),
+    **{"Machine.name": ("a str",), "Machine.memory": ("an int",), "Machine.overlaps": ("True",)},
     "functionalize.module": ("a module",),
     **dict.fromkeys(
         ("initialize.params", "constrain.x", "name.value", "pvary.x",

@@ -1,0 +1,117 @@
+"""Machine: rates of one rank's computation, and of the links between ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+from torchard.functional.core.arguments import AtLeast, check_fields
+
+__all__ = ["Link", "Machine"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """How ranks along a mesh axis send to each other.
+
+    Attributes:
+        bandwidth: bytes per second that a rank sends, and receives.
+        latency: seconds that a collective takes if it sends almost nothing.
+
+    Source: Hockney, "The communication challenge for MPP", 1994.
+
+    >>> import torchard as ta
+    >>> ta.Link(bandwidth=1e9, latency=1e-4).seconds(1e6)
+    0.0011
+    """
+
+    bandwidth: Annotated[float, AtLeast(0)]
+    latency: Annotated[float, AtLeast(0)] = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def seconds(self, size: float) -> float:
+        """The seconds of a collective by which a rank sends a number of bytes (Hockney's model)."""
+        return self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates of a machine, by which ``.lower(...).time(machine)`` predicts seconds.
+
+    Raises:
+        ValueError: there is no rate for float32.
+
+    Attributes:
+        name: the name of the machine.
+        flops: floating point operations per second of products in each dtype, such as ``"bfloat16"``.
+        bandwidth: bytes per second between memory and a rank's processor.
+        launch: seconds that each operation takes, however small.
+        memory: bytes of memory of a rank.
+        link: the link of axes that are not in ``links``.
+        links: the link of each mesh axis, ``"tp"``, or of one collective along it, ``"tp/all_gather"``.
+        overlaps: whether ranks send while they compute.
+        source: where the rates are from.
+
+    >>> import torch, torchard as ta
+    >>> slow = ta.Machine("slow", flops={"float32": 1e6}, bandwidth=1e6)
+    >>> operands = ta.ShapeDtype((10, 50)), ta.ShapeDtype((50, 100))
+    >>> product = ta.jit(torch.mm, backend="eager").lower(*operands)
+    >>> round(product.time(slow).seconds, 3)             # 100,000 FLOPs
+    0.1
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    bandwidth: Annotated[float, AtLeast(0)]
+    launch: Annotated[float, AtLeast(0)] = 0.0
+    memory: Annotated[int, AtLeast(0)] = 0
+    link: Link = Link(float("inf"))
+    links: Mapping[str, Link] = field(default_factory=dict)
+    overlaps: bool = True
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if "float32" not in self.flops:
+            raise ValueError(
+                f'Machine {self.name!r} has rates for {", ".join(self.flops) or "no dtype"}; flops needs '
+                'a rate for "float32", which other dtypes have by default.'
+            )
+
+    def rate(self, dtype: str) -> float:
+        """FLOPs per second of products in a dtype; of one that is not known, those of float32."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+    def link_of(self, axes: Sequence[str], kind: str = "") -> Link:
+        """The link of a collective; over several axes, the slowest of theirs."""
+        each = [self.links.get(f"{a}/{kind}", self.links.get(a, self.link)) for a in axes]
+        if not each:
+            return self.link
+        return Link(min(x.bandwidth for x in each), max(x.latency for x in each))
+
+    def shared_by(self, ranks: float) -> Machine:
+        """The machine as each of several ranks sees it, that share a processor and its memory."""
+        return replace(
+            self,
+            flops={dtype: rate / ranks for dtype, rate in self.flops.items()},
+            bandwidth=self.bandwidth / ranks,
+            launch=self.launch * ranks,
+            memory=int(self.memory / ranks),
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the rates to a JSON file."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Machine:
+        """Read the rates from a JSON file that `save` wrote."""
+        known = json.loads(Path(path).read_text(encoding="utf-8"))
+        links = {axis: Link(**link) for axis, link in known.pop("links").items()}
+        return Machine(**known | {"link": Link(**known["link"]), "links": links})

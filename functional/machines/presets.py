@@ -1,0 +1,79 @@
+"""Machines from their makers' data sheets: the rates are limits, which programs do not reach.
+
+FLOPs are those of dense products. A link's bandwidth is that of one direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from torchard.functional.machines.machine import Link, Machine
+
+__all__ = ["h100", "h200", "v100"]
+
+_NDR = Link(400e9 / 8, 10e-6)  # InfiniBand NDR, one port of 400 Gb/s for each GPU
+_EDR = Link(4 * 100e9 / 8 / 8, 10e-6)  # four ports of 100 Gb/s for the eight GPUs of a host
+
+_V100 = Machine(
+    "V100",
+    flops={"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12},
+    bandwidth=900e9,
+    launch=4e-6,
+    memory=32 * 2**30,
+    link=Link(300e9 / 2, 5e-6),
+    source="NVIDIA V100 Tensor Core GPU data sheet (SXM2, 32 GB), 2020",
+)
+_H100 = Machine(
+    "H100",
+    flops={
+        "float8_e4m3fn": 1979e12,
+        "bfloat16": 989.4e12,
+        "float16": 989.4e12,
+        "float32": 66.9e12,
+        "float64": 66.9e12,
+    },
+    bandwidth=3.35e12,
+    launch=3e-6,
+    memory=80 * 10**9,
+    link=Link(900e9 / 2, 5e-6),
+    source="NVIDIA H100 Tensor Core GPU data sheet (SXM5), 2024; architecture white paper",
+)
+_H200 = replace(
+    _H100,
+    name="H200",
+    bandwidth=4.8e12,
+    memory=141 * 10**9,
+    source="NVIDIA H200 Tensor Core GPU data sheet (SXM), 2024",
+)
+
+
+def v100(between: Collection[str] = ()) -> Machine:
+    """A host of eight V100s, joined by NVLink.
+
+    Args:
+        between: the mesh axes along which ranks are on different hosts, joined by InfiniBand EDR.
+    """
+    return _between(_V100, between, _EDR)
+
+
+def h100(between: Collection[str] = ()) -> Machine:
+    """A host of eight H100s, joined by NVLink.
+
+    Args:
+        between: the mesh axes along which ranks are on different hosts, joined by InfiniBand NDR.
+    """
+    return _between(_H100, between, _NDR)
+
+
+def h200(between: Collection[str] = ()) -> Machine:
+    """A host of eight H200s, joined by NVLink.
+
+    Args:
+        between: the mesh axes along which ranks are on different hosts, joined by InfiniBand NDR.
+    """
+    return _between(_H200, between, _NDR)
+
+
+def _between(machine: Machine, axes: Collection[str], link: Link) -> Machine:
+    return replace(machine, links=dict.fromkeys(axes, link))

@@ -1,0 +1,12 @@
+"""Machines from their makers' data sheets, for ``.lower(...).time(machine)``.
+
+>>> import torchard as ta
+>>> from torchard import machines
+>>> hosts = machines.h100(between=["dp"])              # tp inside of a host, dp between hosts
+>>> hosts.link_of(["tp"]).bandwidth, hosts.link_of(["dp"]).bandwidth
+(450000000000.0, 50000000000.0)
+"""
+
+from torchard.functional.machines.presets import h100, h200, v100
+
+__all__ = ["h100", "h200", "v100"]

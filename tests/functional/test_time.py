@@ -1,0 +1,164 @@
+"""Predicted time on machines of which it has a closed form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad
+
+from torchard import Link, Machine, Mesh, P, jit, pipeline, repeat, shard
+from torchard.machines import h100, h200, v100
+
+NEVER = float("inf")
+# Computes at once and sends at once; each test slows one of its rates.
+IDEAL = Machine("ideal", flops={"float32": NEVER}, bandwidth=NEVER, launch=0.0)
+M, K, N = 8, 16, 32
+X, W = torch.ones(M, K), torch.ones(K, N)
+MESH = Mesh({"a": 4}, virtual=True)
+
+
+def seconds(program: Any, machine: Machine, *args: Any) -> float:
+    return float(program.lower(*args).time(machine).seconds)
+
+
+def test_products_take_their_flops() -> None:
+    machine = replace(IDEAL, flops={"float32": 1e6})
+    product = jit(torch.mm, backend="eager")
+    assert seconds(product, machine, X, W) == pytest.approx(2 * M * K * N / 1e6)
+    machine = replace(machine, flops={"float32": 1e6, "float64": 1e5})
+    double = X.double(), W.double()
+    assert seconds(product, machine, *double) == pytest.approx(2 * M * K * N / 1e5)
+
+
+def test_operations_take_their_bytes_and_a_launch() -> None:
+    machine = replace(IDEAL, bandwidth=1e6, launch=1e-3)
+    double = jit(lambda x: (x + x).view(-1), backend="eager")  # a view takes no time
+    assert seconds(double, machine, X) == pytest.approx(2 * M * K * 4 / 1e6 + 1e-3)
+    product = jit(torch.mm, backend="eager")
+    touched = 4 * (M * K + K * N + M * N)
+    assert seconds(product, replace(machine, flops={"float32": 1e12}), X, W) == (
+        pytest.approx(touched / 1e6 + 1e-3)
+    )
+
+
+def test_a_write_in_place_takes_what_it_writes() -> None:
+    machine, cache, row = replace(IDEAL, bandwidth=1e6), torch.zeros(100, 10), torch.ones(10)
+
+    def put(cache: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        return cache.select_scatter(row, 0, 3)
+
+    run = jit(put, backend="eager", donate_argnums=(0,))
+    assert seconds(run, machine, cache, row) == pytest.approx(2 * 10 * 4 / 1e6)
+    assert seconds(jit(put, backend="eager"), machine, cache, row) > 8000 / 1e6
+
+
+def test_ranks_take_the_time_of_their_shards() -> None:
+    machine = replace(IDEAL, flops={"float32": 1e6})
+    run = shard(torch.mm, MESH, (P("a"), P()))
+    time = run.lower(X, W).time(machine)
+    assert time.seconds == time.computing == pytest.approx(2 * M * K * N / 4 / 1e6)
+    assert time.share == pytest.approx(1) and not time.exposed
+
+
+def test_a_sum_over_ranks_takes_its_link() -> None:
+    """A ring's all_reduce sends 2 (n - 1) / n of its bytes."""
+    machine = replace(IDEAL, links={"a": Link(1e6, 1e-3)})
+    time = shard(torch.mm, MESH, (P(None, "a"), P("a")), P()).lower(X, W).time(machine)
+    assert time.seconds == pytest.approx(1.5 * M * N * 4 / 1e6 + 1e-3)
+    (exposed,) = time.exposed
+    assert exposed.seconds == exposed.sent == pytest.approx(time.seconds) and exposed.times == 1
+    by_kind = replace(IDEAL, links={"a/all_gather": Link(1.0, 1.0)})
+    assert seconds(shard(torch.mm, MESH, (P(None, "a"), P("a")), P()), by_kind, X, W) == 0
+
+
+def chain(x: torch.Tensor, w: torch.Tensor, depth: int = 6) -> torch.Tensor:
+    for _ in range(depth):
+        x = x @ w
+    return x
+
+
+def test_what_is_sent_while_ranks_compute_is_hidden() -> None:
+    """A sum over ranks is on its way while what does not need it is computed."""
+
+    def two(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        total = x @ w
+        return chain(y, v) + total
+
+    args = torch.ones(64, 16), torch.ones(16, 16), torch.ones(64, 16), torch.ones(16, 16)
+    plan = shard(two, MESH, (P(None, "a"), P("a"), P(), P()), P()).lower(*args)
+    product, sent = 2 * 64 * 16 * 16, 1.5 * 64 * 16 * 4
+    for taken, exposed in ((0.5, 0.0), (8.0, 2.0)):  # beside 6 seconds of products
+        machine = Machine("m", {"float32": product}, NEVER, 0.0, links={"a": Link(sent / taken, 0.0)})
+        time = plan.time(machine)
+        assert time.computing == pytest.approx(6.25)
+        assert time.seconds == pytest.approx(6.25 + exposed)
+        assert sum(each.seconds for each in time.exposed) == pytest.approx(exposed)
+        alone = plan.time(replace(machine, overlaps=False))
+        assert alone.seconds == pytest.approx(6.25 + taken)
+
+
+def test_one_slow_axis() -> None:
+    mesh = Mesh({"a": 2, "b": 2}, virtual=True)
+    machine = replace(IDEAL, links={"b": Link(1e6, 0.0)})
+    along_a = shard(torch.mm, mesh, (P(None, "a"), P("a")), P())
+    along_b = shard(torch.mm, mesh, (P(None, "b"), P("b")), P())
+    along_both = shard(torch.mm, mesh, (P(None, ("a", "b")), P(("a", "b"))), P())
+    assert seconds(along_a, machine, X, W) == 0
+    assert seconds(along_b, machine, X, W) == pytest.approx(M * N * 4 / 1e6)
+    assert seconds(along_both, machine, X, W) == pytest.approx(1.5 * M * N * 4 / 1e6)
+
+
+@pytest.mark.parametrize("of", [lambda f: f, lambda f: grad(lambda *a: f(*a).sum())])
+def test_a_loop_takes_each_iteration(of: Any) -> None:
+    def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return repeat(lambda w, x: torch.tanh(x @ w), w, x)
+
+    machine = Machine("m", {"float32": 1e6}, 1e6, 1e-3, link=Link(1e6, 1e-3))
+    run = shard(of(layers), MESH, (P("a"), P(None, "a")))
+    x = torch.ones(64, 16)
+    three, four, nine = (seconds(run, machine, x, torch.ones(n, 16, 16)) for n in (3, 4, 9))
+    assert nine - four == pytest.approx(5 * (four - three))
+    assert four > three
+
+
+def test_forward_and_backward() -> None:
+    """Gradients that are taken outside: a backward multiplies twice as much."""
+    machine = replace(IDEAL, flops={"float32": 1e6})
+    w = W.clone().requires_grad_()
+    forward = 2 * M * K * N / 1e6
+    assert seconds(jit(lambda w: (X @ w).sin(), backend="eager"), machine, W) == pytest.approx(forward)
+    run = jit(grad(lambda w, x: (x @ w).sin().sum(), (0, 1)), backend="eager")
+    assert seconds(run, machine, w.detach(), X) == pytest.approx(3 * forward)
+
+
+def test_reports(tmp_path: Path) -> None:
+    machine = Machine("m", {"float32": 1e9}, 1e9, 1e-6, link=Link(1e6, 1e-3))
+    time = shard(torch.mm, MESH, (P(None, "a"), P("a")), P()).lower(X, W).time(machine)
+    text = str(time)
+    assert "on m: computes" in text and "all_reduce(a) [8, 32] float32" in text
+    assert "test_time.py" not in text or "exposed" in text
+    events = json.loads(time.trace(tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["tid"] for e in events} == {"compute", "a"}
+    assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(time.seconds * 1e6)
+
+
+def test_machines_are_files(tmp_path: Path) -> None:
+    for machine in (v100(), h100(between=["dp"]), h200()):
+        machine.save(tmp_path / "machine.json")
+        assert Machine.load(tmp_path / "machine.json") == machine
+    assert h100(between=["dp"]).link_of(["tp", "dp"]) == h100(between=["dp"]).links["dp"]
+    half = h100().shared_by(2)
+    assert half.rate("bfloat16") == h100().rate("bfloat16") / 2 and half.launch == 2 * h100().launch
+
+
+def test_a_pipeline_has_a_timeline_of_its_own() -> None:
+    mesh = Mesh({"pp": 2}, virtual=True)
+    slope = grad(lambda w, x: chain(x, w).square().mean())
+    step = pipeline(slope, mesh, "pp", microbatches=2, batch=(None, 0))
+    with pytest.raises(ValueError, match=r"is a pipeline.*\.schedule"):
+        step.lower(torch.ones(4, 4), torch.ones(4, 4)).time(h100())
