@@ -186,12 +186,12 @@ class Compile(Rewrite):
         # Arguments of a forward are residuals, too.
         whole_step = self.backend == "inductor" and not HALVES.on(program.output)
         donated = donated_parts(program) if whole_step else []
-        outer = by_regions(module.graph, region)
+        outer = by_regions(module.graph, region, may_write=whole_step)
         if outer is not None:
             for run, positions in donated_operands(outer, donated).items() if whole_step else ():
                 assert isinstance(run, _Compiled)
                 run.donated = positions
-            return _Regions(compiled(outer, program.name), generated)
+            return _Regions(compiled(outer, program.name, donated), generated)
         insert_barriers(module.graph)
         module.recompile()
         whole = _Compiled(module, generated, self.backend, progress, program.collectives)
@@ -254,13 +254,20 @@ class _Compiled(Compiling):
         self.by_key: dict[Any, tuple[Callable[..., Any], list[int]]] = {}
         self.lock = Lock()
 
-    def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(
+        self, parts: Sequence[torch.Tensor], owned: Sequence[int] = ()
+    ) -> list[torch.Tensor]:
+        """Run it.
+
+        Args:
+            owned: the positions of inputs that may be written over, whatever else holds them.
+        """
         if internals.has_modes():  # a tracer must see the operations
             return self.generated(parts)
         run, donated = self._made(parts)
         inputs = parts if isinstance(parts, list) else list(parts)
-        if donated:
-            own(inputs, donated)
+        if shared := [i for i in donated if i not in owned]:
+            own(inputs, shared)
         try:
             if internals.profiler_enabled():
                 # Operations inside compiled code have no ranges of their own.

@@ -17,6 +17,7 @@ from torchard.functional.core.scope_frames import Frame, in_iteration
 from torchard.functional.guards.present_cells import with_present_cells
 from torchard.functional.loops.call import Gives, LoopCall, Takes, as_body
 from torchard.functional.loops.differentiated import run
+from torchard.functional.loops.looked_up import take_rows
 from torchard.functional.programs.program import Program
 from torchard.functional.random import split
 from torchard.functional.tracing.signature import ShapeDtype, paths_of, read
@@ -298,7 +299,11 @@ def _traced(
     takes += ["shared"] * (len(natives) - len(takes))
     gives: list[Gives] = ["carry"] * carried
     gives += ["rows"] * (len(program.outputs) - carried)
-    call = LoopCall(as_body(program), tuple(takes), tuple(gives), count, False, run)
+    body, taken = as_body(program), tuple(takes)
+    if (index := rows[1].get("index")) is not None:
+        number = next(i for i, leaf in enumerate(tree.leaves(rows)) if leaf is index)
+        taken = take_rows(body, taken, number, count)
+    call = LoopCall(body, taken, tuple(gives), count, False, run)
     state.asks.extend(program.asks)
     last, ys = program.out_tree.build(call(*natives))
     return (last, ys) if step.collect else last

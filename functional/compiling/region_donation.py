@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.compiling.regions import Region, Run
-from torchard.functional.execution.sequencing import instructions_of
+from torchard.functional.execution.instructions import Compute, Instruction
+from torchard.functional.execution.sequencing import what_runs
 from torchard.functional.execution.storages import (
     Allocation,
     Fresh,
@@ -16,7 +17,6 @@ from torchard.functional.execution.storages import (
     StorageRun,
     in_items,
 )
-from torchard.functional.programs.loops import regrouped
 
 __all__ = ["donated_operands"]
 
@@ -27,13 +27,14 @@ def donated_operands(outer: fx.Graph, donated: Sequence[int]) -> dict[Run, list[
     These are the program's donated inputs that nothing else refers to when any of the calls begins. What
     a region writes into is copied otherwise, so that in some calls something else may refer to it, which
     is then copied before (`own`). So a loop writes into a cache that its iterations pass on in place.
+    Rows of a donated stack are written, too, if what is written is stacked again (`reinplacing.py`).
 
     Args:
         outer: the graph that calls regions.
         donated: the positions of the program's donated inputs.
     """
     run = _RegionCalls(outer, donated)
-    run.all(instructions_of(regrouped(outer)))
+    run.all(what_runs(outer, donated)[1].instructions)
     return run.positions
 
 
@@ -42,7 +43,15 @@ class _RegionCalls(StorageRun):
         inputs = list(outer.find_nodes(op="placeholder"))
         super().__init__(inputs, donated, lambda node: Fresh(None, 0))
         # What is written into and dead after some call, and the arguments that are after every call.
-        self.positions_of: dict[Run, tuple[set[int], set[int]]] = {}
+        self.written: dict[Run, set[int]] = {}
+        self.arguments: dict[Run, set[int]] = {}
+
+    def _one(self, instruction: Instruction, i: Any) -> None:
+        if isinstance(instruction, Compute) and instruction.placed:
+            region: Any = instruction.node.target
+            written = self.written.setdefault(region.run, set())
+            written.update(position for position, _ in instruction.placed)
+        super()._one(instruction, i)
 
     def computed(self, node: fx.Node, operands: Any, i: int | None) -> Any:
         """What a call returns; an operation that is no region may make views of all operands."""
@@ -65,12 +74,11 @@ class _RegionCalls(StorageRun):
             for position, storage in enumerate(operands)
             if isinstance(storage, Allocation) and storage.references == 1
         }
-        written = {n for n in last if n in region.written}
+        self.written.setdefault(region.run, set()).update(n for n in last if n in region.written)
         arguments = {n for n, kind in last.items() if kind == "argument"}
-        written_before, before = self.positions_of.get(region.run, (set(), arguments))
-        self.positions_of[region.run] = (written | written_before, arguments & before)
+        self.arguments[region.run] = self.arguments.get(region.run, arguments) & arguments
 
     @property
     def positions(self) -> dict[Run, list[int]]:
         """By the code of regions, the positions."""
-        return {run: sorted(one | other) for run, (one, other) in self.positions_of.items()}
+        return {run: sorted(written | self.arguments[run]) for run, written in self.written.items()}

@@ -9,33 +9,41 @@ whose positions differ, stay outside, and run as Python.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.compiling.compiler_repairs import WRITES
+from torchard.functional.execution.reinplacing import written_base
 from torchard.functional.programs.loops import issued_ahead, regrouped
 from torchard.functional.programs.markers import again, is_marker, listed
 from torchard.functional.programs.tagging import forget, inherit
-from torchard.functional.programs.tags import AHEAD, LOOP, TASK
+from torchard.functional.programs.tags import AHEAD, LOOP, TASK, VAL
 from torchard.functional.programs.views import is_view, storage_of
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
 __all__ = ["Region", "Run", "by_regions"]
 
-Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+# Called with a list of operands, and perhaps the positions of those that need not be copied before they
+# are written over, whatever else holds them.
+Run = Callable[..., Sequence[torch.Tensor]]
 
 _RANDOM_BITS = "torchard.random_bits.default"
 
 
-def by_regions(graph: fx.Graph, compiled: Callable[[fx.Graph], Run]) -> fx.Graph | None:
+def by_regions(
+    graph: fx.Graph, compiled: Callable[[fx.Graph], Run], may_write: bool = False
+) -> fx.Graph | None:
     """A graph that calls compiled regions; None if it has no loops and no equal regions.
 
     Args:
         graph: the graph, in which items of tuples are moved to the operations that return the tuples.
         compiled: compiles the graph of a region.
+        may_write: whether what it compiles may be told to write to operands.
     """
     for node in list(graph.nodes):
         if node.target is operator.getitem:
@@ -59,7 +67,7 @@ def by_regions(graph: fx.Graph, compiled: Callable[[fx.Graph], Run]) -> fx.Graph
             nodes, key = ends[node]
             if key not in runs:
                 runs[key] = compiled(_extracted(nodes))
-            _call(outer, nodes, runs[key], env)
+            _call(outer, nodes, Region(runs[key], nodes, may_write), env)
         elif node not in inside:
             env[node] = outer.node_copy(node, env.__getitem__)
     return outer
@@ -174,24 +182,86 @@ class Region:
     Attributes:
         written: the positions of the operands that it writes into, if only as values.
         fresh: by result, whether it is in memory that no operand and no other result is in.
+        rewritten: by result, the operand that it is, with some elements written; None if the compiled
+            code may not be told to write to operands.
     """
 
     takes_over = True
     __name__ = "region"
 
-    def __init__(self, run: Run, nodes: Sequence[fx.Node]) -> None:
+    def __init__(self, run: Run, nodes: Sequence[fx.Node], may_write: bool) -> None:
         self.run = run
         bases = {storage_of(node.all_input_nodes[0]) for node in nodes if node.target in WRITES}
         self.written = {n for n, operand in enumerate(_inputs(nodes)) if operand in bases}
         storages = [storage_of(node) for node in _outputs(nodes)]
         self.fresh = [storage in nodes and storages.count(storage) == 1 for storage in storages]
+        self.rewritten = _rewritten(nodes, self.fresh) if may_write else None
 
-    def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self.run(operands)
+    def __call__(
+        self, operands: list[torch.Tensor], placed: Sequence[tuple[int, int]] = ()
+    ) -> Sequence[torch.Tensor]:
+        """Run it.
+
+        Args:
+            placed: which results to put in which operands' memory: (operand, result), positions of both.
+        """
+        if not placed:
+            return self.run(operands)
+        places = {result: operands[position] for position, result in placed}
+        return _put(self.run(operands, [position for position, _ in placed]), places)
 
 
-def _call(outer: fx.Graph, nodes: Sequence[fx.Node], run: Run, env: dict[fx.Node, fx.Node]) -> None:
-    call = outer.call_function(Region(run, nodes), ([env[node] for node in _inputs(nodes)],))
+def _rewritten(nodes: Sequence[fx.Node], fresh: Sequence[bool]) -> dict[int, int]:
+    """By fresh result, the operand that it is, with some elements written; each operand once."""
+    operands = {operand: position for position, operand in enumerate(_inputs(nodes))}
+    bases = [_first_base(node, operands) for node in _outputs(nodes)]
+    return {
+        k: operands[base]
+        for k, base in enumerate(bases)
+        if fresh[k] and base in operands and base not in bases[:k]
+    }
+
+
+def _first_base(result: fx.Node, operands: Collection[fx.Node]) -> fx.Node | None:
+    """The first base of the writes that a result is of; None if it has another shape."""
+    node: Any = result
+    while node not in operands and (is_view(node) or written_base(node) is not None):
+        node = node.args[0]
+    have, base = VAL.get(result), VAL.get(node)
+    if have is None or base is None:
+        return None
+    return node if (have.shape, have.dtype) == (base.shape, base.dtype) else None
+
+
+def _put(
+    results: Sequence[torch.Tensor], places: Mapping[int, torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Results, some of them in memory of these places, where the compiled code may have written anything.
+
+    Args:
+        places: by the position of a result.
+    """
+    memory = {internals.storage_id(place) for place in places.values()}
+    found = list(results)
+    for k, result in enumerate(results):
+        if k in places and _is_same(result, places[k]):
+            found[k] = places[k]
+        elif internals.storage_id(result) in memory:
+            found[k] = result.clone()
+    for k, place in places.items():
+        if found[k] is not place:
+            found[k] = place.copy_(found[k])
+    return found
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+
+
+def _call(
+    outer: fx.Graph, nodes: Sequence[fx.Node], region: Region, env: dict[fx.Node, fx.Node]
+) -> None:
+    call = outer.call_function(region, ([env[node] for node in _inputs(nodes)],))
     inherit(call, nodes[0], "place")
     forget(call, AHEAD)
     for i, node in enumerate(_outputs(nodes)):

@@ -209,8 +209,9 @@ def _texts(instruction: Instruction, names: dict[str, Any]) -> Iterator[str]:
             base, source, *place = _arguments(node, slots, names)
             yield f"{slot} = copied({base})"
             yield _written(WRITTEN_VIEWS[node.target], aten.copy_.default, slot, source, place, names)
-        case Compute(node, slot, slots, given):
+        case Compute(node, slot, slots, given, placed):
             arguments = [given] if given else _arguments(node, slots, names)
+            arguments += [repr(tuple(placed))] if placed else []
             function = _constant(internals.direct(node.target), names, "f")
             yield f"{slot} = {function}({', '.join(arguments)})"
         case Write(node, slot, slots, write, part):

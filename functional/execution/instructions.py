@@ -88,12 +88,15 @@ class Compute(_OfNode):
         slot: the slot of the result.
         slots: the slots of the operands, by node.
         given: the slot of the list that is the only operand, if the call takes over the list.
+        placed: of a call that takes over its operands, which results to put in which operands' memory:
+            pairs of positions, (operand, result).
     """
 
     node: fx.Node
     slot: str
     slots: SlotNames
     given: str = ""
+    placed: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,12 +25,12 @@ from torchard.functional.execution.storages import (
     StorageRun,
     in_items,
 )
-from torchard.functional.programs.markers import total
-from torchard.functional.programs.tags import STAGE, VAL
+from torchard.functional.programs.markers import Loop, total
+from torchard.functional.programs.tags import LOOP, STAGE, VAL
 from torchard.functional.programs.views import is_dense, is_view
 from torchard.functional.torch_internals.operators import COLLECTIVES, aten
 
-__all__ = ["HalfOf", "MemoryPart", "MemoryReads", "WriteUse", "storages_in"]
+__all__ = ["HalfOf", "MemoryPart", "MemoryReads", "WriteUse", "storages_in", "writes_of_call"]
 
 HalfOf = Callable[[fx.Node], Any]
 
@@ -118,6 +118,7 @@ class MemoryReads(StorageRun):
         known: by storage, what is known of it.
         uses: by write, its executions.
         collected: by reader of a loop's stacked values, each value with its row.
+        stacked: by such a reader, the storage of the stack.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class MemoryReads(StorageRun):
         self.known: dict[Allocation, _Known] = {}
         self.uses: dict[fx.Node, list[WriteUse]] = {node: [] for node in writes}
         self.collected: dict[fx.Node, list[tuple[int, Any]]] = {}
+        self.stacked: dict[fx.Node, Allocation] = {}
         self.arguments: list[Allocation] = []
         self.returned: list[list[Allocation]] = []
 
@@ -178,10 +180,24 @@ class MemoryReads(StorageRun):
                 return False
         return True
 
-    def is_written(self, position: int, writes: Iterable[fx.Node]) -> bool:
-        """Whether one of these writes is to an input."""
+    def written(self, writes: Iterable[fx.Node]) -> set[Allocation]:
+        """The storages that these writes are to."""
         bases = (x for node in writes for use in self.uses[node] for x in storages_in(use.base))
-        return self.arguments[position] in map(self.all_of, bases)
+        return set(map(self.all_of, bases))
+
+    def may_lie_in_rows(self, reader: fx.Node, loop: Loop, written: Collection[Allocation]) -> bool:
+        """Whether a loop's values and the stack of them may be in one memory.
+
+        Not if a value is written, or the stack while the values are still read one by one.
+
+        Args:
+            reader: what reads the values, stacked.
+            written: the storages that something is written to.
+        """
+        values = {x for _, value in self.collected[reader] for x in storages_in(value)}
+        readers = (by for x in values for _, by in self.known[x].reads if by is not reader)
+        read_later = any(by is None or LOOP.get(by) is not loop for by in readers)
+        return values.isdisjoint(written) and not (read_later and self.stacked[reader] in written)
 
     def alone(self) -> list[int]:
         """The results that are all that is returned of some memory of the program's own."""
@@ -214,17 +230,23 @@ class MemoryReads(StorageRun):
         self.live.order.append(node)
         used = list(dict.fromkeys(storages_in(StorageGroup(list(operands)))))
         self._read(used, at, node)
-        if str(getattr(node.target, "namespace", "")) not in _KEEP_NOTHING:
+        namespace = str(getattr(node.target, "namespace", ""))
+        if namespace not in _KEEP_NOTHING and writes_of_call(node) is None:
             self._read(used, _NEVER, None)
         result = self._result(node, operands, used, i)
         if node in self.uses:
             values = dict(zip(node.all_input_nodes, operands, strict=True))
             others: list[Any] = []
             fx.map_arg((node.args[1:], node.kwargs), lambda n: others.append(values[n]))
-            base = operands[0]
-            memory, other = (set(map(self.all_of, storages_in(x))) for x in (base, StorageGroup(others)))
-            self.uses[node].append(WriteUse(at, base, result, not memory.isdisjoint(other)))
+            self._use(node, at, operands[0], others, result)
+        for written, position in (writes_of_call(node) or {}).items():
+            others = [*operands[:position], *operands[position + 1 :]]
+            self._use(written, at, operands[position], others, result.items[written.args[1]])
         return result
+
+    def _use(self, node: fx.Node, at: int, base: Any, others: list[Any], result: Any) -> None:
+        memory, other = (set(map(self.all_of, storages_in(x))) for x in (base, StorageGroup(others)))
+        self.uses[node].append(WriteUse(at, base, result, not memory.isdisjoint(other)))
 
     def _result(
         self, node: fx.Node, operands: Sequence[Any], used: list[Allocation], i: int | None
@@ -241,7 +263,13 @@ class MemoryReads(StorageRun):
             return _Issued([self._new(node, 0, i, False, False), *used])
         unknown = [] if is_view(node) else [self._new(node, 0, i, False, False)]
         part = MemoryPart([*used, *unknown])
-        return in_items(node, lambda _: part)
+        fresh: Any = [] if writes_of_call(node) is None else getattr(node.target, "fresh", [])
+
+
+        def item(k: int) -> Any:
+            return self._new(node, k, i, False, False) if any(fresh[k : k + 1]) else part
+
+        return in_items(node, item)
 
     def _new(self, node: fx.Node, item: int, i: int | None, owned: bool, dense: bool) -> Allocation:
         new = self._allocated(node, item, Fresh(None, 0), len(self.live.order) - 1, i)
@@ -273,11 +301,25 @@ class MemoryReads(StorageRun):
         if not into.items:
             new = self._new(reader, 0, None, reader.target is not total, True)
             into.items = [MemoryPart([new, *storages]) if reader.target is total else new]
+            self.stacked[reader] = new
 
     def _return(self, value: Any) -> None:
         storages = list(storages_in(value))
         self._read(storages, _NEVER, None)
         self.returned.append(storages)
+
+
+def writes_of_call(node: fx.Node) -> dict[fx.Node, int] | None:
+    """The results of a call that are one of its operands with some elements written, in other memory.
+
+    Returns:
+        By item, the position of the operand; None of a function that does not say so.
+    """
+    rewritten: Any = getattr(node.target, "rewritten", None)
+    if rewritten is None:
+        return None
+    items = {user.args[1]: user for user in node.users}
+    return {items[result]: operand for result, operand in rewritten.items() if result in items}
 
 
 def storages_in(value: Any) -> Iterator[Allocation]:

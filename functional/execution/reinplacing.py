@@ -17,12 +17,16 @@ and a node writes if in each of its executions
 A part of a part is written in one step: ``y[i][j] = x`` is the scatter of ``y[i]``, into which ``x`` was
 scattered, back to where it lies in ``y``. So is ``y[i] += x``, whose sum is scattered back. The value of
 such a part may be read for as long as nothing else is written to ``y``.
+
+Rows of a stack that are written, and stacked again, stay where they are. The code of a compiled region is
+given such rows to write to. Whether it does is its own business: it puts what it returns there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -56,13 +60,14 @@ from torchard.functional.execution.reads import (
     MemoryReads,
     WriteUse,
     storages_in,
+    writes_of_call,
 )
 from torchard.functional.programs.markers import row, rows
 from torchard.functional.programs.tags import LOOP, SHAPE, VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["Reinplaced", "reinplaced"]
+__all__ = ["Reinplaced", "reinplaced", "written_base"]
 
 # Copies that are not made: the value lies in the operand.
 _COPIES = (aten.clone.default,)
@@ -104,20 +109,23 @@ def reinplaced(
         half_of: the half of a joint program that a node is in: each has a list of its own, whose inputs
             are not written.
     """
-    computed = [each.node for each in _within(instructions) if isinstance(each, Compute)]
-    copying = [node for node in computed if _base(node) is not None]
+    calls = [each.node for each in _within(instructions) if isinstance(each, Compute)]
+    computed = [node for call in calls for node in (call, *(writes_of_call(call) or ()))]
+    copying = [node for node in computed if written_base(node) is not None]
     if not copying:
         return Reinplaced(instructions)
     put_back = {inner: outer for outer in copying if (inner := _put_back(outer)) is not None}
-    candidates = [node for node in computed if node in put_back or _base(node) is not None]
+    candidates = [node for node in computed if node in put_back or written_base(node) is not None]
     reads = MemoryReads(inputs, donated, half_of, candidates)
     reads.all(instructions)
     nodes = _which_write(candidates, put_back, reads)
     stacks = _written_stacks(nodes, reads)
+    nodes = {n: lies for n, lies in nodes.items() if n.target is not getitem or _is_stacked(n, stacks)}
     rewriting = _Rewriting(nodes, stacks, reads.alone() if donated else [])
     changed = rewriting.program(instructions)
-    taken = [i for i in donated if reads.is_written(i, nodes)]
-    writes = any(isinstance(each, (Copied, Write)) for each in _within(changed))
+    written = reads.written(nodes)
+    taken = [i for i in donated if reads.arguments[i] in written]
+    writes = bool(nodes) or any(isinstance(each, Copied) for each in _within(changed))
     return Reinplaced(changed, {**nodes, **dict.fromkeys(stacks, True)}, taken, writes)
 
 
@@ -168,32 +176,56 @@ def _strides_are_those_of(node: fx.Node, dense: bool) -> bool:
 
 def _written_stacks(nodes: Mapping[fx.Node, bool], reads: MemoryReads) -> dict[fx.Node, fx.Node]:
     """By reader of a loop's stacked values: the stack in whose rows the values were written."""
-    bases = {_base(node) for node in nodes}
+    written = reads.written(nodes)
     found: dict[fx.Node, fx.Node] = {}
     for reader in (each for each in reads.collected if each.target is rows):
         value: Any
         value, count, *others = reader.args
         source = value
         while source in nodes:
-            source = source.args[0]
-        if source is value or source.target is not row or value in bases or others:
+            source = written_base(source)
+        if source is value or source.target is not row or others:
             continue
         loop, (stack,) = LOOP.of(source), source.all_input_nodes
         # A value of a later loop that reads rows of this one is written when the stack may be gone.
         here = LOOP.of(value) is loop and (loop.first, loop.count) == (0, count)
-        if here and stack not in found.values():
+        alone = here and stack not in found.values()
+        if alone and reads.may_lie_in_rows(reader, loop, written):
             found[reader] = stack
     return found
 
 
-def _base(node: fx.Node) -> fx.Node | None:
+def written_base(node: fx.Node) -> fx.Node | None:
     """The operand that an operation copies, and writes to."""
     copies = node.target in _COPIES and not node.kwargs
     known = copies or node.target in WRITTEN_VIEWS or node.target in SCATTERS
-    base = node.args[0] if known and node.args else None
+    base = node.args[0] if known and node.args else _base_in_call(node)
     if not isinstance(base, fx.Node) or (node.target in _BROADCAST and _shape(node) != _shape(base)):
         return None
     return base
+
+
+def _base_in_call(item: fx.Node) -> fx.Node | None:
+    """The operand of which a result of a call is a copy in which some elements are written."""
+    if item.target is not getitem:
+        return None
+    (call,) = item.all_input_nodes
+    position = (writes_of_call(call) or {}).get(item)
+    given: Any = call.args[0]
+    return None if position is None else given[position]
+
+
+def _is_stacked(node: fx.Node, stacks: Iterable[fx.Node]) -> bool:
+    """Whether a value is stacked where it lies, after further writes or none."""
+    values = [reader.all_input_nodes[0] for reader in stacks]
+    return any(node in _with_bases(value) for value in values)
+
+
+def _with_bases(value: fx.Node) -> Iterator[fx.Node]:
+    base: fx.Node | None = value
+    while base is not None:
+        yield base
+        base = written_base(base)
 
 
 def _shape(node: fx.Node) -> Any:
@@ -207,7 +239,7 @@ def _put_back(outer: fx.Node) -> fx.Node | None:
     inner = outer.args[1] if part_of is not None else None
     if not isinstance(inner, fx.Node) or LOOP.get(inner) is not LOOP.get(outer):
         return None
-    part = _base(inner) or _updated(inner)
+    part = written_base(inner) or _updated(inner)
     if part is None or part.target is not part_of or LOOP.get(part) is not LOOP.get(outer):
         return None
     there = (outer.args[0], *outer.args[2:]), outer.kwargs
@@ -305,6 +337,10 @@ class _Rewriting:
                 yield self._write(node, slot, slots)
             case Compute(node, slot, slots) if node.target in WRITTEN_VIEWS:
                 yield Copied(node, slot, slots)
+            case Compute(node) if any(n in self.nodes for n in writes_of_call(node) or ()):
+                results = (writes_of_call(node) or {}).items()
+                placed = [(at, int(str(n.args[1]))) for n, at in results if n in self.nodes]
+                yield replace(each, placed=placed)
             case _:
                 yield each
 

@@ -26,5 +26,6 @@ run 4 times are indented)::
 
 A Python loop over equal layers is found when a program is lowered: periods in the sequence of its
 operations (periods.py), layers whose operands come from the same places (equal_layers.py, layers.py), the
-same layers in a forward and its backward (alignment.py). recognised.py builds the rolled program.
+same layers in a forward and its backward (alignment.py). recognised.py builds the rolled program. Tables
+of which each iteration of `repeat` looks up its row are operands of rows (looked_up.py).
 """

@@ -117,3 +117,43 @@ def test_one_table_of_several() -> None:
 def test_compiled() -> None:
     step = _both(_loop(BODIES["row"]))
     torch.testing.assert_close(jit(step)(TABLE, X), step(TABLE, X))
+
+
+def _lookups(fn: Callable[..., Any], *args: Any) -> int:
+    graph = jit(fn, backend="eager").lower(*args).graph
+    return sum(str(node.target) == "aten.index.Tensor" for node in graph.nodes)
+
+
+def test_the_row_of_an_iteration_is_a_view() -> None:
+    """No iteration copies it, and its gradient is a row, not as large as the table."""
+    loop = _loop(BODIES["row"])
+    assert _lookups(loop, TABLE, X) == _lookups(_both(loop), TABLE, X) == 0
+    large = torch.zeros(COUNT, 100_000, dtype=torch.float64)
+    x = torch.zeros(1, 100_000, dtype=torch.float64)
+    program = jit(grad(loop), backend="eager").lower(large, x)
+    assert program.peak < 2 * large.nbytes + 12 * x.nbytes
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda table, x, i: x * table[i] + table.sum(0),
+        lambda table, x, i: x * table[i - 1],
+        lambda table, x, i: x * torch.cat([table, table])[i],
+        lambda table, x, i: x * table.T[:COUNT, i].sum(),
+    ],
+)
+def test_other_lookups_stay(body: Body) -> None:
+    for table in (TABLE, torch.cat([TABLE, TABLE]), TABLE[:, :COUNT]):
+        x = X[:, : table.shape[1]]
+        have = jit(_loop(body), backend="eager")(table, x)
+        torch.testing.assert_close(have, _plain(body)(table, x))
+
+
+def test_a_table_with_other_rows_than_iterations() -> None:
+    """Of a longer one the first rows are read; of a shorter one there are too few."""
+    run = jit(_both(_loop(BODIES["row"])), backend="eager")
+    longer = torch.cat([TABLE, TABLE + 1])
+    torch.testing.assert_close(run(longer, X), _both(_plain(BODIES["row"]))(longer, X))
+    with pytest.raises(IndexError):
+        run(TABLE[:2], X)
