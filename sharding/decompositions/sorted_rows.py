@@ -37,11 +37,12 @@ from torchard.sharding.rules.registry import result_index
 __all__ = ["begin_where_others_end", "in_blocks", "sorts"]
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
+_SORTS = (aten.sort.default, aten.sort.stable)
 
 
 def sorts(graph: fx.Graph) -> list[fx.Node]:
     """The sorts of a list of integers, with its order."""
-    return [n for n in graph.nodes if n.target is aten.sort.default and _is_list_of_groups(n)]
+    return [n for n in graph.nodes if n.target in _SORTS and _is_list_of_groups(n)]
 
 
 def _args(node: fx.Node) -> Any:
@@ -50,10 +51,13 @@ def _args(node: fx.Node) -> Any:
 
 def _is_list_of_groups(node: fx.Node) -> bool:
     (ids,) = node.all_input_nodes
-    descending = (*node.args, *[None] * 3)[2] or node.kwargs.get("descending", False)
-    is_order = ids.target is operator.getitem and ids.all_input_nodes[0].target is aten.sort.default
+    is_order = ids.target is operator.getitem and ids.all_input_nodes[0].target in _SORTS
     fits = VAL.of(ids).ndim == 1 and VAL.of(ids).dtype in _INTEGERS
-    return fits and not descending and not is_order
+    return fits and not _is_descending(node) and not is_order
+
+
+def _is_descending(sort: fx.Node) -> bool:
+    return bool((*sort.args, *[None] * 3)[2] or sort.kwargs.get("descending", False))
 
 
 def in_blocks(graph: fx.Graph, sort: fx.Node, count: int) -> bool:
@@ -81,7 +85,8 @@ class _Region:
         orders: values that say where rows come from or go to.
         dims: of each sorted value, the dim of sorted positions; of a tuple, of each of its results.
         edits: the nodes that read the order, and how each is replaced.
-        values: the sorted ids.
+        values: the sort's first result.
+        counted: the ids in any order: their histogram counts the rows of each group.
     """
 
     def __init__(self, sort: fx.Node, count: int) -> None:
@@ -94,6 +99,7 @@ class _Region:
         self.inverses: set[fx.Node] = set()
         self.edits: list[tuple[fx.Node, _Edit]] = []
         self.values: fx.Node | None = None
+        self.counted = {self.ids}
 
     def holds(self, graph: fx.Graph) -> bool:
         """Whether no result depends on the order."""
@@ -121,6 +127,7 @@ class _Region:
         if source is self.sort:
             if node.args[1] == 0:
                 self.values, self.dims[node] = node, 0
+                self.counted.add(node)
             else:
                 self.orders[node] = _Order()
         elif source in self.inverses:
@@ -151,6 +158,8 @@ class _Region:
         else:
             self._need(not self._known(x) and VAL.of(x).shape[0] * order.each == self.size)
             self.dims[node] = 0
+            if x is self.ids:
+                self.counted.add(node)
         self.edits.append((node, _take(order)))
 
     def _put(self, node: fx.Node) -> None:
@@ -187,7 +196,7 @@ class _Region:
 
     def _inverted(self, node: fx.Node) -> None:
         """The order of the order is its inverse."""
-        self._need(self.orders.get(_args(node)[0]) == _Order() and len(node.args) < 3)
+        self._need(self.orders.get(_args(node)[0]) == _Order() and not _is_descending(node))
         self.inverses.add(node)
 
     def _counted(self, node: fx.Node) -> None:
@@ -205,7 +214,7 @@ class _Region:
         ids = counts.args[0]
         while ids.target is aten._to_copy.default:
             ids = ids.args[0]
-        return ids is self.values and groups > 1 and begin_where_others_end(begins, ends)
+        return ids in self.counted and groups > 1 and begin_where_others_end(begins, ends)
 
     # -- all others ------------------------------------------------------------------------------------
 
@@ -379,7 +388,7 @@ _HANDLERS: dict[Any, Callable[[_Region, fx.Node], None]] = {
     aten.index.Tensor: _Region._taken,
     aten.index_put.default: _Region._put,
     aten.histc.default: _Region._counted,
-    aten.sort.default: _Region._inverted,
+    **dict.fromkeys(_SORTS, _Region._inverted),
     GROUPED_MM: _Region._product,
     GROUPED_OUTER: _Region._product,
 }

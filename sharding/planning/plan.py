@@ -100,7 +100,7 @@ def _sorted_in_blocks(
 ) -> tuple[fx.Graph, Given] | None:
     """A copy of the graph in which ranks sort their own rows, where the plan has split them."""
     known = [(sort, plan.decision.home.get(sort.all_input_nodes[0])) for sort in sorts(plan.graph)]
-    counts = [1 if home is None else _parts([home], mesh)[0][0] for _, home in known]
+    counts = [1 if home is None else _runs(home, mesh) for _, home in known]
     if max(counts, default=1) == 1 or len(counts) != len(sorts(graph)):
         return None
     blocked, env = copy_graph(graph)
@@ -108,6 +108,11 @@ def _sorted_in_blocks(
     if not any([in_blocks(blocked, sort, count) for sort, count in pairs]):
         return None
     return blocked, _given_in(given, env, blocked)
+
+
+def _runs(home: Layout, mesh: Mesh) -> int:
+    """The number of runs of adjacent elements that the outermost axes split a list into."""
+    return math.prod(mesh.shape[a] for a in home.dims[0][0].axes)
 
 
 def _chosen(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:

@@ -31,6 +31,14 @@ SUMS_FROM: Any = torch.ops.torchard.sums_from.default
 torch.library.register_fake("torchard::sums_from", _sums_from, lib=_library)
 
 
+def _mapped(info: Any, in_dims: tuple[int, None], x: torch.Tensor, dim: int) -> tuple[torch.Tensor, int]:
+    x = x.movedim(in_dims[0], 0)
+    return SUMS_FROM(x, dim % (x.ndim - 1) + 1), 0
+
+
+torch.library.register_vmap("torchard::sums_from", _mapped, lib=_library)
+
+
 def sums_from(x: torch.Tensor, dim: int) -> torch.Tensor:
     """The cumulative sum from the end of a dim: at each index, the sum from there to the end."""
     result: torch.Tensor = SUMS_FROM(x, dim)

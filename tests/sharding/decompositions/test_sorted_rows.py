@@ -50,19 +50,25 @@ def by_index_put(order: torch.Tensor) -> torch.Tensor:
     return inverse
 
 
+def by_order(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    order = ids.argsort()
+    return ids[order], order
+
+
 def experts(
     between: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda y, ids: y.relu(),
     inverse: Callable[[torch.Tensor], torch.Tensor] = by_index_put,
     back: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    counted: Callable[[torch.Tensor], torch.Tensor] = lambda groups: groups,
+    counted: Callable[..., torch.Tensor] = lambda groups, ids: groups,
+    sort: Callable[[torch.Tensor], Any] = torch.sort,
 ) -> Fn:
     """As HuggingFace's: ``between`` is applied to the sorted rows of hidden units."""
 
     def fn(
         x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, p: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        groups, order = ids.reshape(-1).sort()
-        ends = ends_of(counted(groups))
+        groups, order = sort(ids.reshape(-1))
+        ends = ends_of(counted(groups, ids.reshape(-1)))
         hidden = between(product(x[order // K], up, ends), groups)
         y = product(hidden, down, ends) * p.reshape(-1)[order][:, None]
         y = y[inverse(order)] if back is None else back(y)
@@ -79,6 +85,9 @@ def by_hand(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, p: torch.Tens
 
 STAYING: dict[str, Fn] = {
     "as HuggingFace's": experts(),
+    "stable": experts(sort=lambda ids: ids.sort(stable=True)),
+    "by the order alone": experts(sort=by_order, inverse=lambda order: order.argsort(stable=True)),
+    "counted before they are sorted": experts(counted=lambda groups, ids: ids),
     "inverse by a second sort": experts(inverse=lambda order: order.argsort()),
     "a bias of each expert": experts(lambda y, ids: (y + BIAS[ids]).relu()),
     "a norm of each row": experts(lambda y, ids: y - y.sum(1, keepdim=True)),
@@ -93,7 +102,10 @@ DEPENDING: dict[str, Fn] = {
     "a row": experts(lambda y, ids: y + y[3]),
     "rows reversed": experts(lambda y, ids: y.flip(0)),
     "rows that are left sorted": experts(back=lambda y: y),
-    "groups of other sizes": experts(counted=lambda groups: (groups + 1) % E),
+    "largest first": experts(sort=lambda ids: ids.sort(stable=True, descending=True)),
+    "reversed inverse": experts(inverse=lambda order: order.sort(stable=True, descending=True)[1]),
+    "other ids by the order": experts(sort=lambda ids: ((ids + 1)[ids.argsort()] % E, ids.argsort())),
+    "groups of other sizes": experts(counted=lambda groups, ids: (groups + 1) % E),
 }
 
 
