@@ -177,8 +177,10 @@ class Accumulate(Rewrite):
             return program
         for steps in counts:
             drop_small(ordered.graph, steps)
+            if steps == 1:
+                continue
             graph, made = in_turn(spread(prepare(ordered.graph), steps), steps)
-            if program.is_joint and steps > 1 and self.recompute:
+            if program.is_joint and self.recompute:
                 enclose(made, save_nothing)
             ordered = replace(ordered, graph=graph)
         if program.is_joint:

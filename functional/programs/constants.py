@@ -11,7 +11,7 @@ from torchard.functional.programs.graphs import Inserter, substitute
 from torchard.functional.programs.tags import STEP, VAL
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["fill_with", "is_zero", "release_constants"]
+__all__ = ["fill_with", "is_one", "is_zero", "release_constants"]
 
 _CONSTANTS: dict[Any, float | int | None] = {
     aten.zeros_like.default: 0,
@@ -29,7 +29,9 @@ _CONSTANTS: dict[Any, float | int | None] = {
 
 # Operations that fill with a tensor's value: only the shape of the filled tensor is needed.
 _COPIES = (aten.fill.Tensor, aten.copy.default)
+_SAME = (aten._to_copy.default, aten.clone.default, aten.expand.default)
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+_ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 
 
 def release_constants(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -65,11 +67,20 @@ def fill_with(node: fx.Node, value: Any) -> fx.Node:
 
 def is_zero(node: fx.Node) -> bool:
     """Whether a value is zero everywhere by how it is created, wherever ranks hold it."""
-    while node.target in (aten.clone.default, aten.expand.default) or STEP.on(node):
+    return _is_filled(node, 0, _ZEROS)
+
+
+def is_one(node: fx.Node) -> bool:
+    """Whether a value is one everywhere by how it is created."""
+    return _is_filled(node, 1, _ONES)
+
+
+def _is_filled(node: fx.Node, value: int, made: tuple[Any, ...]) -> bool:
+    while node.target in _SAME or STEP.on(node):
         node = node.all_input_nodes[0]
     if node.target is aten.full.default:
-        return isinstance(node.args[1], (int, float)) and node.args[1] == 0
-    return node.target in _ZEROS
+        return isinstance(node.args[1], (int, float)) and node.args[1] == value
+    return node.target in made
 
 
 def _spread(node: fx.Node) -> fx.Node:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -30,12 +30,14 @@ from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.decompositions.decompose import replaced_by, stand_in
 from torchard.sharding.decompositions.row_by_row import NotRows, dim_of_rows, factor_of_rows
+from torchard.sharding.decompositions.row_moves import added, counted_by, list_of, placed, taken
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.data_movement.counting import counted
 from torchard.sharding.rules.registry import result_index
 
 __all__ = ["begin_where_others_end", "in_blocks", "sorts"]
 
+_T = TypeVar("_T")
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 _SORTS = (aten.sort.default, aten.sort.stable)
 
@@ -149,10 +151,10 @@ class _Region:
 
     def _taken(self, node: fx.Node) -> None:
         """``x[order]``: rows of a value become sorted; ``y[inverse]``: they are put back."""
-        x, (at, *others) = _args(node)
         if not self._reads_order(node):
             return self._by_rule(node)
-        order = self._order(at, others)
+        x, at = self._found(taken(node))
+        order = self._found(self.orders.get(at))
         if order.inverse:
             self._need(self.dims.get(x) == 0)
         else:
@@ -162,19 +164,23 @@ class _Region:
                 self.counted.add(node)
         self.edits.append((node, _take(order)))
 
-    def _put(self, node: fx.Node) -> None:
+    def _placed(self, node: fx.Node) -> None:
         """The inverse of the order, or rows that are added to those of a value."""
-        table, (at, *others), values, *accumulate = _args(node)
+        found = placed(node) if self._reads_order(node) else None
+        if found is None:
+            return self._added(node)
+        table, at, values = found
+        shapes = {tuple(VAL.of(x).shape) for x in (values, table)}
+        self._need(self.orders.get(at) == _Order() and shapes == {(self.size,)})
+        self._need(counted(values) == 0 and not self._known(table))
+        self.orders[node] = _Order(inverse=True)
+
+    def _added(self, node: fx.Node) -> None:
+        """Rows that are added to those of a value."""
         if not self._reads_order(node):
             return self._by_rule(node)
-        order = self._order(at, others)
-        if not (accumulate and accumulate[0]):
-            shapes = {tuple(VAL.of(x).shape) for x in (values, table)}
-            self._need(order == _Order() and shapes == {(self.size,)})
-            self._need(counted(values) == 0 and not self._known(table))
-            self.orders[node] = _Order(inverse=True)
-            return
-        shape = VAL.of(table).shape
+        table, at, values = self._found(added(node))
+        order, shape = self._found(self.orders.get(at)), VAL.of(table).shape
         self._need(VAL.of(values).shape == (self.size, *shape[1:]) and is_zero(table))
         self._need(shape[0] * order.each == self.size)
         if order.inverse:
@@ -183,6 +189,12 @@ class _Region:
         else:
             self._need(self.dims.get(values) == 0)
         self.edits.append((node, _add(order)))
+
+    def _repeated(self, node: fx.Node) -> None:
+        """The order, for each element of a row."""
+        if not self._reads_order(node):
+            return self._by_rule(node)
+        self.orders[node] = self._found(self.orders.get(self._found(list_of(node))))
 
     def _product(self, node: fx.Node) -> None:
         """A product of groups of sorted rows, with the matrix of each, or with rows."""
@@ -205,16 +217,8 @@ class _Region:
 
     def _counts(self, begins: Any, ends: Any) -> bool:
         """Whether these are the places of the groups among all sorted rows."""
-        (groups,) = VAL.of(ends).shape
-        if ends.target is not aten.cumsum.default:
-            return False
-        counts: Any = ends.args[0]
-        if counts.target is not aten.histc.default or tuple(counts.args[1:]) != (groups, 0, groups - 1):
-            return False
-        ids = counts.args[0]
-        while ids.target is aten._to_copy.default:
-            ids = ids.args[0]
-        return ids in self.counted and groups > 1 and begin_where_others_end(begins, ends)
+        ids = counted_by(ends)
+        return ids in self.counted and len(VAL.of(ends)) > 1 and begin_where_others_end(begins, ends)
 
     # -- all others ------------------------------------------------------------------------------------
 
@@ -238,10 +242,10 @@ class _Region:
         self._need(dim is not None or factor in combiner)
         return dim
 
-    def _order(self, at: Any, others: Sequence[Any]) -> _Order:
-        """The order that says which rows of the first dim are read or written."""
-        self._need(not others and at in self.orders)
-        return self.orders[at]
+    def _found(self, value: _T | None) -> _T:
+        if value is None:
+            raise NotRows
+        return value
 
     def _reads_order(self, node: fx.Node) -> bool:
         return any(n in self.orders for n in node.all_input_nodes)
@@ -315,7 +319,9 @@ def _take(order: _Order) -> _Edit:
             rows: torch.Tensor = taken.reshape(-1, *x.shape[1:])
             return rows
 
-        return blocks.replace(node, fn, [_args(node)[0], blocks.within(order)])
+        found = taken(node)  # its operands may have been replaced since it was visited
+        assert found is not None
+        return blocks.replace(node, fn, [found.x, blocks.within(order)])
 
     return edit
 
@@ -334,7 +340,9 @@ def _add(order: _Order) -> _Edit:
             total: torch.Tensor = added.reshape(shape)
             return total
 
-        return blocks.replace(node, fn, [_args(node)[2], blocks.within(order)])
+        found = added(node)
+        assert found is not None
+        return blocks.replace(node, fn, [found.values, blocks.within(order)])
 
     return edit
 
@@ -385,8 +393,14 @@ def begin_where_others_end(begins: Any, ends: fx.Node) -> bool:
 
 _HANDLERS: dict[Any, Callable[[_Region, fx.Node], None]] = {
     aten.floor_divide.default: _Region._divided,
-    aten.index.Tensor: _Region._taken,
-    aten.index_put.default: _Region._put,
+    **dict.fromkeys(
+        (aten.index.Tensor, aten.index_select.default, aten.gather.default), _Region._taken
+    ),
+    **dict.fromkeys((aten.index_put.default, aten.scatter.src), _Region._placed),
+    **dict.fromkeys((aten.index_add.default, aten.scatter_add.default), _Region._added),
+    **dict.fromkeys(
+        (aten.unsqueeze.default, aten.expand.default, aten.view.default), _Region._repeated
+    ),
     aten.histc.default: _Region._counted,
     **dict.fromkeys(_SORTS, _Region._inverted),
     GROUPED_MM: _Region._product,

@@ -111,12 +111,12 @@ def merge_marks(graph: fx.Graph) -> list[int]:
 
 
 def drop_small(graph: fx.Graph, steps: int) -> None:
-    """Drop marks of slices that have too few rows to be sliced again: they are computed at once."""
+    """Drop marks of slices that have too few rows to be sliced again, or that are the batch itself."""
     for node in list(graph.nodes):
         mark = marked(node)
         if mark is None or mark.steps != steps:
             continue
-        if VAL.of(node).shape[mark.dim] % (mark.blocks * steps):
+        if steps == 1 or VAL.of(node).shape[mark.dim] % (mark.blocks * steps):
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
 

@@ -216,3 +216,80 @@ def test_tokens_that_do_not_divide_are_sorted_together() -> None:
     mesh = Mesh({"a": 5}, virtual=True)
     run = shard(experts(), mesh, SPECS, P("a"))
     assert torch.equal(whole(run(*ARGS)), experts()(*ARGS))
+
+
+# -- other spellings ------------------------------------------------------------------------------
+
+Step = Callable[..., torch.Tensor]
+COUNTS: dict[str, Step] = {
+    "one_hot": lambda ids: F.one_hot(ids, E).sum(0).cumsum(0).to(torch.int32),
+    "compared": lambda ids: (ids[:, None] == torch.arange(E)).sum(0).cumsum(0, dtype=torch.int32),
+    "scatter_add": lambda ids: (
+        torch.zeros(E, dtype=ids.dtype).scatter_add(0, ids, torch.ones_like(ids)).cumsum(0).int()
+    ),
+    "index_add": lambda ids: torch.zeros(E).index_add(0, ids, torch.ones(S)).cumsum(0).int(),
+    "index_put": lambda ids: (
+        torch.zeros(E).index_put((ids,), torch.ones(S), accumulate=True).int().cumsum(0).int()
+    ),
+}
+TAKEN: dict[str, Step] = {
+    "index_select": lambda x, at: x.index_select(0, at),
+    "gather": lambda x, at: x.gather(0, at[:, None].expand(-1, x.shape[1])),
+}
+BACK: dict[str, Step] = {
+    "index_add": lambda y, order: torch.zeros(T, H).to(y).index_add(0, order // K, y),
+    "scatter_add": lambda y, order: (
+        torch.zeros(T, H).to(y).scatter_add(0, (order // K)[:, None].expand(-1, H), y)
+    ),
+    "index_put": lambda y, order: torch.zeros(T, H).to(y).index_put((order // K,), y, accumulate=True),
+    "an inverse by scatter": lambda y, order: (
+        y[torch.empty_like(order).scatter(0, order, torch.arange(S))].reshape(T, K, H).sum(1)
+    ),
+}
+SPELLINGS = {
+    **{f"counts by {n}": (step, TAKEN["index_select"], BACK["index_add"]) for n, step in COUNTS.items()},
+    **{f"taken by {n}": (COUNTS["one_hot"], step, BACK["index_put"]) for n, step in TAKEN.items()},
+    **{f"back by {n}": (COUNTS["one_hot"], TAKEN["gather"], step) for n, step in BACK.items()},
+}
+
+
+def spelled(count: Step, take: Step, back: Step) -> Fn:
+    def fn(
+        x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, p: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        flat = ids.reshape(-1)
+        order, ends = flat.argsort(stable=True), count(flat)
+        hidden = product(take(x, order // K), up, ends).relu()
+        return back(product(hidden, down, ends) * take(p.reshape(-1, 1), order), order)
+
+    return fn
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_other_spellings(name: str) -> None:
+    fn, mesh, args = spelled(*SPELLINGS[name]), Mesh({"a": 2}, virtual=True), (*ARGS, COTANGENT)
+    assert torch.equal(fn(*ARGS), by_hand(*ARGS))
+    run = shard(fn, mesh, SPECS, P("a"))
+    assert not run.lower(*ARGS).collectives
+    assert torch.equal(whole(run(*ARGS)), fn(*ARGS))
+    run = shard(slope(fn), mesh, (*SPECS, P("a")), (P("a"), P(), P(), P("a")))
+    assert [c.kind for c in run.lower(*args).collectives] == ["all_reduce"]
+    for have, want in zip(run(*args), slope(fn)(*args), strict=True):
+        assert torch.equal(whole(have), want)
+    for steps in (1, 3):
+        run = accumulate(slope(fn), steps, batch=(0, None, None, 0, 0, 0))
+        for have, want in zip(run(*args), slope(fn)(*args), strict=True):
+            assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda ids: (ids[:, None] == torch.arange(E) + 1).sum(0).cumsum(0, dtype=torch.int32),
+        lambda ids: torch.zeros(E).index_add(0, ids, torch.full((S,), 0.5)).cumsum(0).int(),
+        lambda ids: F.one_hot(ids.flip(0) // 2, E).sum(0).cumsum(0).to(torch.int32),
+    ],
+)
+def test_counts_of_something_else(count: Step) -> None:
+    fn, mesh = spelled(count, TAKEN["gather"], BACK["index_add"]), Mesh({"a": 2}, virtual=True)
+    assert torch.equal(whole(shard(fn, mesh, SPECS, P("a"))(*ARGS)), fn(*ARGS))
