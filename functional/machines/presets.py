@@ -53,6 +53,13 @@ def v100(between: Collection[str] = ()) -> Machine:
 
     Args:
         between: the mesh axes along which ranks are on different hosts, joined by InfiniBand EDR.
+
+    Returns:
+        The machine, as one of its GPUs sees it.
+
+    >>> from torchard import machines
+    >>> machines.v100().link_of(["tp"]).bandwidth
+    150000000000.0
     """
     return _between(_V100, between, _EDR)
 
@@ -62,6 +69,13 @@ def h100(between: Collection[str] = ()) -> Machine:
 
     Args:
         between: the mesh axes along which ranks are on different hosts, joined by InfiniBand NDR.
+
+    Returns:
+        The machine, as one of its GPUs sees it.
+
+    >>> from torchard import machines
+    >>> machines.h100().link_of(["tp"]).bandwidth
+    450000000000.0
     """
     return _between(_H100, between, _NDR)
 
@@ -71,6 +85,13 @@ def h200(between: Collection[str] = ()) -> Machine:
 
     Args:
         between: the mesh axes along which ranks are on different hosts, joined by InfiniBand NDR.
+
+    Returns:
+        The machine, as one of its GPUs sees it.
+
+    >>> from torchard import machines
+    >>> machines.h200().link_of(["tp"]).bandwidth
+    450000000000.0
     """
     return _between(_H200, between, _NDR)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.effects.in_place import is_pointwise
 from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.tagging import forget
@@ -95,9 +96,13 @@ def _cost(node: fx.Node) -> int:
     """The bytes of the fewest values from which a value follows by moving rows and element by element."""
     if not node.all_input_nodes and node.op == "call_function":
         return 0
-    if not (is_view(node) or is_pointwise(node.target) or node.target in ROWS):
+    if not (is_view(node) or _is_pointwise(node.target) or node.target in ROWS):
         return size_of(node)
     return min(size_of(node), sum(map(_cost, node.all_input_nodes)))
+
+
+def _is_pointwise(target: Any) -> bool:
+    return isinstance(target, internals.OpOverload) and is_pointwise(target)
 
 
 def size_of(node: fx.Node) -> int:

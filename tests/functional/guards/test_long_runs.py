@@ -34,6 +34,7 @@ def block(x: Tensor) -> Tensor:
 BY_TEXT_OPERATION_OR_MESH = {
     *("_family_rule", "_groups", "_on_mesh", "parse"),
     *("_circle", "_host_group", "_joint_group", "_pair_group"),
+    "is_pointwise",  # of an operation
     "note_end",  # without arguments
 }
 
