@@ -211,29 +211,21 @@ class _Region:
         if node.op == "output" or node in self.apart:
             return False
         call = Call.of(node)
-        known = [self.owned.get(operand) for operand in call.operands]
-        owned = [each for each in known if each]
-        if len({each.groups for each in owned}) != 1:
+        owned = {o: self.owned[o] for o in call.operands if o in self.owned}
+        first, *others = owned.values()
+        if any(each.groups != first.groups for each in others):
             return False
-        rule = rule_of(call)
         try:
-            dims = {o: each.dim for o, each in zip(call.operands, known, strict=True) if each}
-            factor = factor_of_rows(call, rule, dims)
-            found = [dim_of_rows(of_dims, factor) for of_dims in rule.outs]
-            if any(dim is None for dim in found):
-                return False
-            beside = {o for o, of in zip(call.operands, rule.ins, strict=True) if (factor,) in of}
-            groups = owned[0].groups
-            each = {o: k.node for o, k in zip(call.operands, known, strict=True) if k}
-            results = self._mapped(node, each, beside, groups.owners)
-        except (NotRows, RuntimeError, NotImplementedError):
+            dims, beside = _rows_of(call, {o: each.dim for o, each in owned.items()})
+            nodes = {o: each.node for o, each in owned.items()}
+            results = self._mapped(node, nodes, beside, first.groups.owners)
+        except (NotRows, RuntimeError, NotImplementedError):  # the latter two: torch cannot map it
             return False
-        with_owners = frozenset(k for k, each in enumerate(known) if each)
-        is_zero = with_owners in rule.linear and all(each.is_zero for each in owned)
+        with_owners = frozenset(k for k, o in enumerate(call.operands) if o in owned)
+        linear = with_owners in rule_of(call).linear
+        is_zero = linear and all(each.is_zero for each in owned.values())
         made = [
-            _Owned(out, groups, dim, is_zero)
-            for out, dim in zip(results, found, strict=True)
-            if dim is not None
+            _Owned(out, first.groups, dim, is_zero) for out, dim in zip(results, dims, strict=True)
         ]
         if isinstance(VAL.of(node), (tuple, list)):
             self.tuples[node] = made
@@ -343,6 +335,24 @@ class _Region:
         begins, _ = self._places(groups, user)
         (self.owner_of[groups],) = replaced_by(self.graph, user, fn, [begins], like=begins)
         return self.owner_of[groups]
+
+
+def _rows_of(call: Call, dims: Mapping[fx.Node, int]) -> tuple[list[int], set[fx.Node]]:
+    """The dim of rows of each result, and the operands that have a value for each row.
+
+    Args:
+        dims: the dim of rows of some operands.
+
+    Raises:
+        NotRows: the operation does not compute each row by itself.
+    """
+    rule = rule_of(call)
+    factor = factor_of_rows(call, rule, dims)
+    found = [dim for of_dims in rule.outs if (dim := dim_of_rows(of_dims, factor)) is not None]
+    if len(found) < len(rule.outs):
+        raise NotRows
+    operands = zip(call.operands, rule.ins, strict=True)
+    return found, {operand for operand, of_dims in operands if (factor,) in of_dims}
 
 
 def _of_owners(count: int, *places: torch.Tensor) -> list[torch.Tensor]:
