@@ -239,7 +239,7 @@ SPECS = {
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", SPECS)
 def test_experts_of_mixtral(name: str, size: int) -> None:
-    """Tokens stay; experts' weights are gathered only where tokens are split too, and cost more."""
+    """Tokens stay, or go to their experts and back; experts are not sent."""
     fn, params, x = mixtral()
     given, tokens = SPECS[name]
     mesh = Mesh({"a": size}, virtual=True)
@@ -248,7 +248,9 @@ def test_experts_of_mixtral(name: str, size: int) -> None:
     torch.testing.assert_close(whole(run(params, x)), fn(params, x), rtol=1e-4, atol=1e-5)
     plan, work = run.lower(params, x).collectives, run.lower(params, x).work
     assert not plan or name != "tokens"
-    assert name == "tokens and experts" or not any(len(c.shape) == 3 for c in plan)
+    tokens_twice = 2 * (size - 1) * x.numel() * 4 / size
+    most = {"tokens": 0, "experts": tokens_twice, "tokens and experts": 1.2 * tokens_twice}
+    assert sum(c.bytes for c in plan) <= most.get(name, 3 * tokens_twice)
     assert work.rank_flops < 1.3 * work.flops / size
     slopes = grad(lambda p, x: (fn(p, x) ** 2).sum())
     have, want = shard(slopes, mesh, (specs, tokens))(params, x), slopes(params, x)
