@@ -73,10 +73,12 @@ def timeline(
 
 
 class _Clock(StorageRun):
-    """Attributes:
-    now: the time at which the operations so far are done.
-    free: the time at which each link is free again.
-    arrives: the time at which the result of each collective under way arrives.
+    """Runs instructions with the times of operations.
+
+    Attributes:
+        now: the time at which the operations so far are done.
+        free: the time at which each link is free again.
+        arrives: the time at which the result of each collective under way arrives.
     """
 
     def __init__(

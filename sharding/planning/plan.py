@@ -73,6 +73,8 @@ def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
         ways.append((*blocked, _chosen(*blocked, mesh)))
     plans = [plan for *_, plan in ways]
     plans += [_chosen(*owned, mesh) for way in ways if (owned := _by_owner(*way, mesh))]
+    if len(plans) == 1:
+        return plans[0]
     return min(plans, key=lambda plan: (len(_lost(plan, mesh)), _total(plan)))
 
 
@@ -80,17 +82,18 @@ def _by_owner(
     graph: fx.Graph, given: Given, plan: Plan, mesh: Mesh
 ) -> tuple[fx.Graph, Given] | None:
     """A copy of the graph in which rows go to the ranks that have their groups' matrices."""
-    copy, env = copy_graph(graph)
     owners = {}
     for product, planned in zip(products(graph), products(plan.graph), strict=True):
         rows, matrices = (plan.decision.home[n] for n in planned.all_input_nodes[:2])
         (groups, *inner) = matrices.dims[0]
         count = math.prod(mesh.shape[a] for a in groups.axes)
         if count > 1 and not inner and groups.size % count == 0 and product not in given.local:
-            owners[env[product]] = Owners(groups.axes, count, rows.axes_of(0))
+            owners[product] = Owners(groups.axes, count, rows.axes_of(0))
     if not owners:
         return None
-    constraints = by_owner(copy, owners, {env[n] for n in given.local})
+    copy, env = copy_graph(graph)
+    of_copies = {env[product]: known for product, known in owners.items()}
+    constraints = by_owner(copy, of_copies, {env[n] for n in given.local})
     given = _given_in(given, env, copy)
     return copy, replace(given, relative=given.relative | constraints)
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from random_writes import CLOSED, AsValues, InPlace, Memory, Program, programs
 from torch import Tensor
@@ -237,24 +239,51 @@ PLACED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
 # -- what is drawn --------------------------------------------------------------------------------------
 
 
+def _draw(
+    count: int,
+    number: int,
+    strategy: st.SearchStrategy[Case],
+    phases: Sequence[Phase],
+    run: Callable[[Case], None],
+) -> None:
+    """Run that many cases by a seed."""
+    how = settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        suppress_health_check=list(HealthCheck),
+        phases=phases,
+    )
+    seed(number)(how(given(strategy)(run)))()
+
+
 def drawn(count: int, number: int, strategy: st.SearchStrategy[Case]) -> list[Case]:
     """That many cases by a seed, each once."""
     found: dict[Case, None] = {}
 
-    @seed(number)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
-    @given(strategy)
     def run(case: Case) -> None:
         found[case] = None
 
-    run()
+    _draw(count, number, strategy, [Phase.generate], run)
     return list(found)
+
+
+def explore(
+    count: int, number: int, strategy: st.SearchStrategy[Case], check: Callable[[Case], str]
+) -> None:
+    """Print what a check finds in that many cases; the smallest that fails is raised, with its text."""
+    found: Counter[str] = Counter()
+
+    def run(case: Case) -> None:
+        note(str(case))
+        found[check(case)] += 1
+
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    print(f"{count} cases, seed {number}", flush=True)
+    _draw(count, number, strategy, [Phase.generate, Phase.shrink], run)
+    print(f"{dict(found)}, {time.perf_counter() - began:.0f} s")
 
 
 def cases(derived: Sequence[str] = (), ways: Sequence[str] = ()) -> st.SearchStrategy[Case]:

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import argparse
 import threading
-import time
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from random_writes import CLOSED
 from refusals import refuses
 from torch import Tensor
-from write_cases import AT, Case, cases
+from write_cases import AT, Case, cases, explore
 
 from torchard import MeshTensor, tree
 from torchard.functional.memory.planned_code import poisoned
@@ -190,39 +187,14 @@ def torch_refuses(case: Case, kind: type[Exception]) -> bool:
     return False
 
 
-def explore(count: int, number: int, compiled: bool = False) -> Counter[str]:
-    """What was found in so many cases; the smallest that fails is raised, with a note of its text."""
-    found: Counter[str] = Counter()
-
-    @seed(number)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=False,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
-    @given(cases(["value"], ["compiled"]) if compiled else cases())
-    def run(case: Case) -> None:
-        note(str(case))
-        found[check(case)] += 1
-
-    run()
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("count", type=int, nargs="?", default=10_000)
     parser.add_argument("seed", type=int, nargs="?", default=0)
     parser.add_argument("--compiled", action="store_true", help="by Inductor")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    began = time.perf_counter()
-    print(f"{given.count} cases, seed {given.seed}", flush=True)
-    found = explore(given.count, given.seed, given.compiled)
-    print(f"{dict(found)}, {time.perf_counter() - began:.0f} s")
+    drawn = cases(["value"], ["compiled"]) if given.compiled else cases()
+    explore(given.count, given.seed, drawn, check)
 
 
 if __name__ == "__main__":

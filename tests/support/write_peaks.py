@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,13 +23,12 @@ from paths import EXAMPLES
 sys.path.append(str(EXAMPLES))
 
 import torch
-from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from live_bytes import LiveBytes, parts
 from random_writes import CLOSED
 from refusals import refuses
 from torch import Tensor
-from write_cases import AT, DERIVED, Case, cases
+from write_cases import AT, DERIVED, Case, cases, explore
 from write_checks import torch_refuses
 
 from torchard import tree
@@ -194,37 +191,12 @@ def peak_cases(*ways: str) -> st.SearchStrategy[Case]:
     return alone.filter(lambda case: case.way == "eager" or case.derived != "backward twice")
 
 
-def explore(count: int, number: int) -> Counter[str]:
-    """What was found in that many cases; the smallest that fails is raised, with a note of its text."""
-    found: Counter[str] = Counter()
-
-    @seed(number)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
-    @given(peak_cases())
-    def run(case: Case) -> None:
-        note(str(case))
-        found[check(case)] += 1
-
-    run()
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("count", type=int, nargs="?", default=1_000)
     parser.add_argument("seed", type=int, nargs="?", default=0)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    began = time.perf_counter()
-    print(f"{given.count} cases, seed {given.seed}", flush=True)
-    found = explore(given.count, given.seed)
-    print(f"{dict(found)}, {time.perf_counter() - began:.0f} s")
+    explore(given.count, given.seed, peak_cases(), check)
 
 
 if __name__ == "__main__":
