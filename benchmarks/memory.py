@@ -38,7 +38,7 @@ from workload import Rival
 
 from torchard import checkpoint, jit, policies
 from torchard.functional import torch_internals as internals
-from torchard.functional.programs.flops import DOTS, flops, op_name
+from torchard.functional.costs.flops import DOTS, flops, op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.torch_internals.operators import aten
 

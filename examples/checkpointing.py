@@ -27,8 +27,8 @@ from _live import LiveBytes
 from torch import Tensor
 
 from torchard import checkpoint, jit, policies, random, tree
+from torchard.functional.costs.flops import flops
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.programs.flops import flops
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 

@@ -24,7 +24,7 @@ from torch import fx
 
 from torchard.functional.core.errors import CheckpointError
 from torchard.functional.core.locks import Lock
-from torchard.functional.programs.flops import DOTS, flops, op_name
+from torchard.functional.costs.flops import DOTS, flops_of, op_name
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.markers import Loop
 from torchard.functional.programs.program import Program, ordered_passes
@@ -282,7 +282,7 @@ def _heuristic_choices(operations: Sequence[fx.Node], problem: Problem) -> Itera
 def tried(program: Program, kept: frozenset[fx.Node]) -> Point:
     """The peak and FLOPs of keeping these values, after the late passes of the program's stack."""
     rewritten = rematerialise(program, kept)
-    recomputed = sum(flops(node) * times(node) for node in rewritten.calls if RECOMPUTE.get(node))
+    recomputed = sum(flops_of(node) for node in rewritten.calls if RECOMPUTE.get(node))
     _, late = ordered_passes(program.stack)
     return Point(peak_of(applied(rewritten, late)), recomputed, kept)
 

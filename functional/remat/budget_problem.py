@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from torch import fx
 
+from torchard.functional.costs.flops import flops_of
 from torchard.functional.execution.storages import Liveness
-from torchard.functional.programs.flops import flops
 from torchard.functional.programs.loops import is_apart, times
 from torchard.functional.programs.markers import again, item, listed, row, rows, total
 from torchard.functional.programs.program import Program
@@ -63,7 +63,7 @@ def problem_of(program: Program) -> tuple[list[fx.Node], Problem]:
             before[k] = max(before[k], held[at] - size(node))
     sizes = [sum(bytes_at(at.node, at.item) for at in storages) for storages in uses.results]
     often = [times(node) for node in operations]
-    costs = [flops(node) * n for node, n in zip(operations, often, strict=True)]
+    costs = [flops_of(node) for node in operations]
     ahead = _ahead(live, operations, passes, held, size)
     problem = Problem(costs, sizes, often, uses.sources, uses.reads, uses.forced, base, before, ahead)
     return operations, problem

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchard.functional.core.arguments import checked
-from torchard.functional.programs.flops import DOTS
+from torchard.functional.costs.flops import DOTS
 from torchard.functional.remat.policy import Decision, Policy, Shapes, as_policy
 
 __all__ = [

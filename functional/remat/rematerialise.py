@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from torchard.functional.core.scope_frames import in_iteration
-from torchard.functional.programs.flops import op_name
+from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.loops import handed_on, move_to_readers
 from torchard.functional.programs.markers import Loop
 from torchard.functional.programs.program import Program

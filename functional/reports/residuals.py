@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.flops import op_name
+from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import Records
 from torchard.functional.programs.tags import ITERATION, SCOPE, SOURCE, VAL, WHY

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from torch import fx
 
+from torchard.functional.costs.flops import flops, is_product, op_name
+from torchard.functional.costs.seconds import seconds_of
 from torchard.functional.machines.machine import Machine
-from torchard.functional.programs.flops import flops, is_product, op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import Record, Records
 from torchard.functional.programs.tags import COLLECTIVE, SCOPE, SOURCE, VAL
 from torchard.functional.remat.liveness import RankList, lists_of
 from torchard.functional.reports.clock import COMPUTE, Interval, RankTimeline, timeline
-from torchard.functional.reports.costs import seconds_of
 
 __all__ = ["Exposed", "Time", "time_of"]
 

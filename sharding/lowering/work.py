@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.costs.flops import flops_of
+from torchard.functional.costs.traffic import bytes_touched
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import AxisWork, Work
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
 from torchard.functional.remat.liveness import writes_of
-from torchard.functional.reports.work import bytes_touched, flops_of
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.manual.manual_collectives import move_of
 from torchard.sharding.rules.blocks import MOVED_AS_BLOCKS

@@ -19,7 +19,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import AccumulateError
-from torchard.functional.programs.flops import is_product
+from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.graphs import output_node
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import LAYOUT, NAME, SHAPE, SOURCE, STEP, VAL

@@ -18,9 +18,9 @@ from torch import fx
 from torchard.functional.core.arguments import nearest
 from torchard.functional.core.errors import PipelineError
 from torchard.functional.core.scope_frames import path_of
-from torchard.functional.programs.flops import flops, is_product
+from torchard.functional.costs.flops import flops, is_product
+from torchard.functional.costs.traffic import bytes_touched
 from torchard.functional.programs.tags import FRAMES, ORIGIN, PHASE, SCOPE, SOURCE, VAL
-from torchard.functional.reports.work import bytes_touched
 from torchard.sharding.layouts.tags import CHUNK
 from torchard.sharding.pipelining.homes import Home
 

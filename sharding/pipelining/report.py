@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.costs.flops import flops
 from torchard.functional.execution.profiler_ranges import WAIT
-from torchard.functional.programs.flops import flops
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import COLLECTIVE, PHASE, SCOPE, STEP
 from torchard.functional.remat.liveness import liveness_of_ranks, order_of

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from torchard.functional.programs.flops import flops, is_product
-from torchard.functional.programs.loops import times
+from torchard.functional.costs.flops import flops_of, is_product
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.iteration_space import points
 from torchard.sharding.layouts.layout import Layout, Sizes
@@ -105,12 +104,10 @@ def work_of(node: fx.Node) -> float:
 def work_per_point(node: fx.Node) -> float:
     """Work per point. A product's work is its multiplications; other operations touch their largest
     tensor once.
-
-    For an operation in a loop, the work of all iterations counts.
     """
     weight = WEIGHT.get(node)
     if weight is None:
-        work = flops(node) / (2 if is_product(node) else 1) * times(node)
+        work = flops_of(node) / (2 if is_product(node) else 1)
         weight = work / max(points(rule_of(Call.of(node)), (), ()), 1)
         WEIGHT.set(node, weight)
     return float(weight)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.programs.flops import is_product
+from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.tagging import forget
 from torchard.sharding.decompositions.decompose import comes_apart, decompose

@@ -231,14 +231,14 @@ class Sweep:
         (first,) = Call.of(node).operands
         home, handed = self.home(first).reduced(), self.start.handed.get(node)
         wanted = dict.fromkeys(want.reduced() for want in self.needed.get(node, {}).values())
-        often, table = times(node), self.table
+        table = self.table
 
         def key(layout: Layout) -> tuple[int, float]:
             lost = math.prod(table[axis] for axis in {*home.split_axes}.difference(layout.split_axes))
             moved = sum(cost(layout, want, self.sizes) for want in wanted)
             if handed is not None:
                 moved += cost(handed, layout, self.sizes)
-            return lost, self._cost(first, layout) + often * moved * _itemsize(node, 0)
+            return lost, self._cost(first, layout) + moved * _bytes_each(node, 0)
 
         return sorted(dict.fromkeys([home, *([handed] if handed else []), *wanted]), key=key)
 
@@ -332,7 +332,7 @@ class Sweep:
     def _exchanged(self, call: Call, option: Option) -> float:
         """The bytes that the operation itself sends."""
         moved = option.cost(self.sizes).exchanged
-        return float(moved * _itemsize(call.operands[0], 0) * times(call.node)) if moved else 0.0
+        return float(moved * _bytes_each(call.node, 0, call.operands[0])) if moved else 0.0
 
     def _missed(self, node: fx.Node, option: Option) -> int:
         """The number of axes that the preferred layout splits and this option splits differently."""
@@ -349,13 +349,13 @@ class Sweep:
         total = 0.0
         wanted = dict.fromkeys(self.needed.get(node, {}).values())
         for i, out in enumerate(option.outs):
-            item = _itemsize(node, i)
+            item = _bytes_each(node, i)
             if i == 0 and wanted:
                 total += item * sum(self._onward_cost(out, want) for want in wanted)
             elif out.awaited:
                 k = math.prod(self.table[a] for a in out.awaited)
                 total += item * out.largest_local(self.table) * (k - 1) / k
-        return total * times(node)
+        return total
 
     def _onward_cost(self, out: Layout, want: Layout) -> float:
         if set(want.pending) <= set(out.pending):
@@ -378,7 +378,7 @@ class Sweep:
                 + sum(cost(layout, want, self.sizes) for want in wanted)
             ),
         )
-        self.decision.bytes += cost(raw, best, self.sizes) * _itemsize(node, 0) * times(node)
+        self.decision.bytes += cost(raw, best, self.sizes) * _bytes_each(node, 0)
         kept = {a: r for a, r in ranks.items() if best.dim_of(a) == raw.dim_of(a)}
         self._record(node, best, {a: kept.get(a, DERIVED) for a in best.split_axes})
 
@@ -395,8 +395,7 @@ class Sweep:
                 for have in self.versions[node]
                 if set(want.pending) <= set(have.pending)
             )
-            * _itemsize(node, 0)
-            * times(node)
+            * _bytes_each(node, 0)
         )
 
     def _base(self, node: fx.Node, want: Layout) -> tuple[fx.Node, Layout] | None:
@@ -426,11 +425,12 @@ class Sweep:
         self.versions[node][want] = None
 
 
-def _itemsize(node: fx.Node, result: int) -> int:
-    val = VAL.of(node)
+def _bytes_each(node: fx.Node, result: int, of: fx.Node | None = None) -> int:
+    """The bytes of an element of a node's result, or `of` an operand's, in all iterations."""
+    val = VAL.of(of or node)
     if isinstance(val, (tuple, list)):
         val = [v for v in val if hasattr(v, "shape")][result]
-    return int(val.dtype.itemsize)
+    return int(val.dtype.itemsize) * times(node)
 
 
 def _uses(node: fx.Node) -> int:

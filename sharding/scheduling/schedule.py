@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.core.arguments import check_fields, written
-from torchard.functional.programs.flops import is_product
+from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import PHASE, RECOMPUTE, STEP, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce, AllToAll, PsumScatter

@@ -19,9 +19,9 @@ f ['aten.sin', 'aten.sum']
 tensor(0.)
 """
 
+from torchard.functional.costs.flops import op_name
 from torchard.functional.derivatives.value_rewrite import ValueRewrite
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.program import (
     FREE,
     Bound,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import grad, jvp
 
 from torchard import LoopError, checkpoint, functionalize, jit, random, trace
+from torchard.functional.costs.flops import op_name
 from torchard.functional.loops.call import loop_calls
-from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.unrolled import has_loops, unrolled
 from torchard.testing import equal
 

@@ -23,7 +23,7 @@ from torchard import (
     shard,
     trace,
 )
-from torchard.functional.programs.flops import flops, op_name
+from torchard.functional.costs.flops import flops, op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.unrolled import has_loops, unrolled
 

@@ -17,7 +17,7 @@ from torch import fx
 from transformer import RECIPES, batch, parameters
 
 from torchard import Mesh, P, place, shard
-from torchard.functional.programs.flops import op_name
+from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import STEP
 from torchard.sharding.rules import lookup

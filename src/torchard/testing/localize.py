@@ -13,7 +13,7 @@ from torch import fx
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.tensor_spec import is_inexact
-from torchard.functional.programs.flops import op_name
+from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE, VAL
 from torchard.functional.reports.text import value_text
 from torchard.testing.calls import seeded, with_parameters

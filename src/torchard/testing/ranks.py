@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import fx
 
 from torchard.functional.core.arguments import checked
-from torchard.functional.programs.flops import op_name
+from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE, VAL
 from torchard.functional.reports.text import value_text
 from torchard.sharding.values.mesh import Mesh

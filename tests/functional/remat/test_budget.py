@@ -30,8 +30,8 @@ from torchard import (
     shard,
     trace,
 )
+from torchard.functional.costs.flops import flops
 from torchard.functional.derivatives.autodiff import joint
-from torchard.functional.programs.flops import flops
 from torchard.functional.programs.program import Program
 from torchard.functional.remat import budget
 from torchard.functional.remat.budget import Point, envelope, tried

@@ -29,8 +29,8 @@ from torchard import (
     repeat,
     shard,
 )
+from torchard.functional.costs.flops import flops
 from torchard.functional.loops import equal_layers as limits
-from torchard.functional.programs.flops import flops
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import LOOP, RECOMPUTE

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchard import checkpoint, jit, name, nn, policies, random, scope
-from torchard.functional.programs.flops import op_name
+from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.program import Program
 
 # -- nested -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from torchard import checkpoint, jit, nn, policies, random
-from torchard.functional.programs.flops import DOTS
+from torchard.functional.costs.flops import DOTS
 
 SIZE = train_gpt.Size(context=8, width=16, heads=2, layers=4)
 PARAMS = train_gpt.init(SIZE, random.key(0))

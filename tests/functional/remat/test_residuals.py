@@ -11,8 +11,8 @@ import train_gpt
 from torch import Tensor
 
 from torchard import checkpoint, jit, name, nn, policies, random, saved_residuals, scope
+from torchard.functional.costs.flops import DOTS, flops, op_name
 from torchard.functional.engine.lowered_function import lower
-from torchard.functional.programs.flops import DOTS, flops, op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.unrolled import unrolled
 

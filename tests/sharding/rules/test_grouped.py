@@ -15,13 +15,13 @@ from seeds import whole
 from torch.func import grad, jvp, vmap
 
 from torchard import Mesh, P, jit, shard, trace
+from torchard.functional.costs.flops import flops
 from torchard.functional.effects.grouped_products import (
     GROUPED_MM,
     GROUPED_OUTER,
     by_kernel,
     outer_by_kernel,
 )
-from torchard.functional.programs.flops import flops
 
 S, K, N, E = 24, 8, 16, 4
 ENDS = torch.tensor([5, 5, 13, S], dtype=torch.int32)  # the second expert has no row

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from torchard.functional.core.arguments import Like, checked
-from torchard.functional.programs.flops import op_name
+from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.markers import again
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import forget

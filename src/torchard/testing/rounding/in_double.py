@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from torchard.functional.core.tensor_spec import is_inexact
-from torchard.functional.programs.flops import op_name
+from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.accessors import pytree

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from torchard.functional.programs.flops import op_name
+from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from torchard.functional.core.tensor_spec import is_inexact
-from torchard.functional.programs.flops import flops, is_product
+from torchard.functional.costs.flops import flops, is_product
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.accessors import pytree

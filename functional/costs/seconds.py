@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.costs.flops import flops, is_product
+from torchard.functional.costs.traffic import bytes_touched
 from torchard.functional.machines.machine import Machine
-from torchard.functional.programs.flops import flops, is_product
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.tags import STAGE, VAL
-from torchard.functional.reports.work import bytes_touched
 
 __all__ = ["seconds_of"]
 

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-from torchard.functional.programs.markers import is_marker
+from torchard.functional.programs.loops import is_apart, times
+from torchard.functional.programs.markers import is_marker, listed, rows, total
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 
-__all__ = ["DOTS", "flops", "is_product", "op_name"]
+__all__ = ["DOTS", "flops", "flops_of", "is_product", "op_name"]
 
 # torch's counter has no formulas for attention on CPUs and for products with vectors.
 _FORMULAS: dict[str, Any] = {
@@ -75,7 +76,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def flops(node: fx.Node) -> int:
-    """FLOPs of a call: two per multiplication of a product, one per element of anything else.
+    """FLOPs of one iteration's call: two per multiplication of a product, one per element of all else.
 
     Views and items of tuples cost nothing.
     """
@@ -89,6 +90,15 @@ def flops(node: fx.Node) -> int:
         return int(formula(*args, **kwargs, out_val=VAL.of(node)))
     operands = [VAL.get(n) for n in node.all_input_nodes]
     return max(map(_elements, [*operands, VAL.get(node)]), default=0)
+
+
+def flops_of(node: fx.Node) -> int:
+    """FLOPs of an operation in all iterations."""
+    if node.target is total:
+        return (sum(map(times, node.all_input_nodes)) - 1) * _elements(VAL.get(node))
+    if node.target in (rows, listed) and not is_apart(node):
+        return _elements(VAL.get(node))
+    return times(node) * flops(node)
 
 
 def _elements(value: Any) -> int:
