@@ -1,0 +1,154 @@
+"""Merging: the updates of many parameters become one operation of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import HALVES, LAYOUT, STEP, TASK, VAL
+from torchard.functional.programs.views import is_view
+from torchard.functional.updates.templates import Member, member_of
+
+__all__ = ["with_updates"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DEVICES = ("cpu", "cuda")
+
+
+def with_updates(program: Program) -> Program:
+    """The program as generated code runs it: with one operation for the updates of many parameters.
+
+    A compiler fuses updates by itself, and a backward may read what an update computes: programs that are
+    compiled, or have a backward, stay as they are.
+    """
+    compiles = program.compiler is not None and getattr(program.compiler, "backend", "") != "eager"
+    if compiles or program.is_joint or HALVES.on(program.output):
+        return program
+    order = {node: at for at, node in enumerate(program.graph.nodes)}
+    found = (member_of(node) for node in program.calls)
+    members = list(_apart(m for m in found if m is not None and _may_merge(m, order)))
+    if not members:
+        return program
+    merged = _Merged(fx.Graph(), members)
+    for node in program.graph.nodes:
+        merged.add(node)
+    numbers = {node for member in members for node in member.numbers}
+    for node in sorted(numbers, key=order.__getitem__, reverse=True):
+        if not merged.env[node].users:
+            merged.copy.erase_node(merged.env[node])
+    return replace(program, graph=merged.copy)
+
+
+def _apart(members: Iterable[Member]) -> Iterator[Member]:
+    """The updates that share no operation with an earlier one."""
+    taken: set[fx.Node] = set()
+    for member in members:
+        if taken.isdisjoint(member.inside):
+            taken |= member.inside
+            yield member
+
+
+def _may_merge(member: Member, order: dict[fx.Node, int]) -> bool:
+    """Whether a kernel can compute an update, and nothing reads what it does not return."""
+    bases, results = member.bases, member.results
+    wide = (*bases, member.grad, *results)
+    vals = [VAL.get(node) for node in wide]
+    first = vals[0]
+    if not isinstance(first, torch.Tensor) or not all(isinstance(x, torch.Tensor) for x in vals):
+        return False
+    alike = all((x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device) for x in vals)
+    strided = all(VAL.of(old).stride() == VAL.of(new).stride() for old, new in zip(bases, results, strict=True))
+    known = first.dtype in _DTYPES and first.device.type in _DEVICES and first.ndim > 0
+    placed = all(LAYOUT.get(node) == LAYOUT.get(bases[0]) for node in wide)
+    # A parameter that is only moved along a direction: not just any difference.
+    is_update = member.update.width > 1 or _is_input(bases[0])
+    return alike and strided and known and placed and is_update and _shared(member, first) and _closed(member, order)
+
+
+def _shared(member: Member, first: torch.Tensor) -> bool:
+    """Whether what all parameters share are numbers, or tensors that the kernels take."""
+    tensors = [VAL.of(x) for x in member.shared if isinstance(x, fx.Node)]
+    exact = first.dtype != torch.float64 or first.device.type == "cpu"  # others read float32 rates
+    numbers = len(tensors) < len(member.shared)
+    return all(x.ndim == 0 and x.is_floating_point() for x in tensors) and (exact or numbers)
+
+
+def _closed(member: Member, order: dict[fx.Node, int]) -> bool:
+    """Whether nothing outside reads an intermediate value, or a result before all are computed."""
+    last = order[member.results[0]]
+    for node in member.inside:
+        outside = [user for user in node.users if user not in member.inside]
+        if node in member.results:
+            if any(order[user] < last for user in outside):
+                return False
+        elif outside:
+            return False
+    return True
+
+
+def _is_input(node: fx.Node) -> bool:
+    while node.op == "call_function" and (STEP.on(node) or is_view(node)):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+@dataclass
+class _Merged:
+    """Copies a graph, with one operation for updates that can be computed at once.
+
+    An update waits for further ones until something reads a result of it.
+    """
+
+    copy: fx.Graph
+    members: list[Member]
+    env: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # The updates that wait, by what they must have in common.
+    waiting: dict[Hashable, list[Member]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.of = {node: member for member in self.members for node in member.inside}
+        self.roots = {member.results[0]: member for member in self.members}
+
+    def add(self, node: fx.Node) -> None:
+        """Add a node of the original graph, or have it wait."""
+        member = self.of.get(node)
+        for operand in node.all_input_nodes:
+            other = self.of.get(operand)
+            if other is not None and other is not member and operand not in self.env:
+                self._compute(_key(other))
+        if member is None:
+            self.env[node] = self.copy.node_copy(node, self.env.__getitem__)
+        elif node in self.roots:
+            self.waiting.setdefault(_key(member), []).append(member)
+
+    def _compute(self, key: Hashable) -> None:
+        """Add the operation of the updates that wait."""
+        members = self.waiting.pop(key)
+        first, env = members[0], self.env
+        width = first.update.width
+        old = [member.results[k] for k in range(width) for member in members]
+        bases = [env[member.bases[k]] for k in range(width) for member in members]
+        grads = [env[member.grad] for member in members]
+        shared = [env[x] if isinstance(x, fx.Node) else x for x in first.shared]
+        call = self.copy.call_function(first.update, (bases, grads, *shared))
+        inherit(call, first.results[0], "place")
+        VAL.set(call, tuple(map(VAL.of, old)))
+        if LAYOUT.on(old[0]):
+            LAYOUT.set(call, tuple(map(LAYOUT.of, old)))
+        for k, node in enumerate(old):
+            env[node] = self.copy.call_function(getitem, (call, k))
+            inherit(env[node], node, "value")
+
+
+def _key(member: Member) -> Hashable:
+    """What updates have in common that one kernel computes."""
+    first = member.bases[0]
+    val: Any = VAL.of(first)
+    return member.update, member.shared, val.dtype, val.device, repr(LAYOUT.get(first)), TASK.get(first)
