@@ -19,6 +19,7 @@ from torchard.functional.updates.kernels import Update
 __all__ = ["UpdateInPlace", "in_copies", "written_operands"]
 
 Row = Sequence[Tensor]
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,12 @@ class UpdateInPlace:
     def __call__(
         self, bases: Sequence[Tensor], grads: Sequence[Tensor], *shared: Any
     ) -> tuple[Tensor, ...]:
-        if isinstance(bases[0], internals.FakeTensor):
-            return tuple(bases)
+        plain = all(type(x) in _PLAIN for x in (*bases, *grads)) and not internals.records_operations()
         rows: list[Row] = [bases[i :: len(grads)] for i in range(len(grads))]
         given: list[tuple[Row, Tensor]] = []
         with torch.no_grad():
             for row, grad in zip(rows, grads, strict=True):
-                if internals.has_modes() or not _is_simple(row):
+                if not (plain and _is_simple(row)):
                     for base, value in zip(row, self.update.one(*row, grad, *shared), strict=True):
                         base.copy_(value)
                 elif grad.numel():
@@ -90,7 +90,8 @@ def _in_copies(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> f
             if tag.on(base):
                 tag.set(copy, tag.of(base))
     args = fx.map_arg(tuple(others), env.__getitem__)
-    call = graph.call_function(UpdateInPlace(node.target), (copies, *args))
+    args = (copies, *args)
+    call = graph.create_node("call_function", UpdateInPlace(node.target), args, name=node.name)
     inherit(call, node, "call")
     return call
 

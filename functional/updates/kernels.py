@@ -26,9 +26,11 @@ class Update(ABC):
     gradients, and what all parameters share; it returns the updated tensors.
 
     Attributes:
+        kind: the optimizer.
         shared: the number of 0-d values that all parameters share.
     """
 
+    kind: ClassVar[str]
     shared: ClassVar[int]
     namespace: ClassVar[str] = "torchard"  # whose operators keep none of their operands
 
@@ -68,6 +70,7 @@ class AdamWUpdate(Update):
     eps: float
     decay: float
 
+    kind = "adamw"
     shared = 2
 
     @property
@@ -98,6 +101,7 @@ class SgdUpdate(Update):
     nesterov: bool
     decay: float
 
+    kind = "sgd"
     shared = 1
 
     @property

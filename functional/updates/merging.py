@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import getitem
@@ -34,6 +35,8 @@ def with_updates(program: Program) -> Program:
     order = {node: at for at, node in enumerate(program.graph.nodes)}
     found = (member_of(node) for node in program.calls)
     members = list(_apart(m for m in found if m is not None and _may_merge(m, order)))
+    alike = Counter(map(_key, members))
+    members = [m for m in members if m.update.width > 1 or alike[_key(m)] > 1]
     if not members:
         return program
     merged = _Merged(fx.Graph(), members)
@@ -67,7 +70,7 @@ def _may_merge(member: Member, order: dict[fx.Node, int]) -> bool:
     strided = all(VAL.of(old).stride() == VAL.of(new).stride() for old, new in zip(bases, results, strict=True))
     known = first.dtype in _DTYPES and first.device.type in _DEVICES and first.ndim > 0
     placed = all(LAYOUT.get(node) == LAYOUT.get(bases[0]) for node in wide)
-    # A parameter that is only moved along a direction: not just any difference.
+    # Without a state, an update is a difference as any other.
     is_update = member.update.width > 1 or _is_input(bases[0])
     return alike and strided and known and placed and is_update and _shared(member, first) and _closed(member, order)
 
@@ -137,7 +140,8 @@ class _Merged:
         bases = [env[member.bases[k]] for k in range(width) for member in members]
         grads = [env[member.grad] for member in members]
         shared = [env[x] if isinstance(x, fx.Node) else x for x in first.shared]
-        call = self.copy.call_function(first.update, (bases, grads, *shared))
+        update, args = first.update, (bases, grads, *shared)
+        call = self.copy.create_node("call_function", update, args, name=update.kind)
         inherit(call, first.results[0], "place")
         VAL.set(call, tuple(map(VAL.of, old)))
         if LAYOUT.on(old[0]):
