@@ -36,35 +36,42 @@ class UpdateInPlace:
     def __call__(
         self, bases: Sequence[Tensor], grads: Sequence[Tensor], *shared: Any
     ) -> tuple[Tensor, ...]:
-        plain = all(type(x) in _PLAIN for x in (*bases, *grads)) and not internals.records_operations()
-        rows: list[Row] = [bases[i :: len(grads)] for i in range(len(grads))]
-        given: list[tuple[Row, Tensor]] = []
+        count = len(grads)
         with torch.no_grad():
-            for row, grad in zip(rows, grads, strict=True):
-                if not (plain and _is_simple(row)):
-                    for base, value in zip(row, self.update.one(*row, grad, *shared), strict=True):
-                        base.copy_(value)
-                elif grad.numel():
-                    given.append((row, _like(row[0], grad)))
-            if given:
-                trees = list(zip(*(row for row, _ in given), strict=True))
-                self.update.write(trees, [grad for _, grad in given], *shared)
+            if _are_simple((*bases, *grads)):
+                trees = [bases[k : k + count] for k in range(0, len(bases), count)]
+                self.update.write(trees, grads, *shared)
+            else:
+                for i, grad in enumerate(grads):
+                    self._one(bases[i::count], grad, *shared)
         return tuple(bases)
 
+    def _one(self, row: Row, grad: Tensor, *shared: Any) -> None:
+        """Update one parameter: by the kernel if its tensors have their elements in one order."""
+        strides = row[0].stride()
+        if is_dense(row[0]) and all(x.stride() == strides for x in row) and _may_be_read((*row, grad)):
+            if grad.stride() != strides:
+                grad = torch.empty_like(row[0]).copy_(grad)
+            if grad.numel():
+                self.update.write([[x] for x in row], [grad], *shared)
+            return
+        for base, value in zip(row, self.update.one(*row, grad, *shared), strict=True):
+            base.copy_(value)
 
-def _is_simple(row: Row) -> bool:
-    """Whether tensors hold their elements in one order, without gaps: kernels do not read strides."""
-    if all(x.is_contiguous() for x in row):
-        return not any(x.is_neg() for x in row)
-    strides = row[0].stride()
-    return is_dense(row[0]) and all(x.stride() == strides and not x.is_neg() for x in row)
+
+def _are_simple(tensors: Row) -> bool:
+    """Whether all are contiguous: kernels read no strides."""
+    return (
+        _may_be_read(tensors)
+        and all(map(Tensor.is_contiguous, tensors))
+        and all(map(Tensor.numel, tensors))
+    )
 
 
-def _like(base: Tensor, grad: Tensor) -> Tensor:
-    """A gradient whose elements are in the order of those of a parameter."""
-    if grad.stride() == base.stride() and not grad.is_neg():
-        return grad
-    return torch.empty_like(base).copy_(grad)
+def _may_be_read(tensors: Row) -> bool:
+    """Whether tensors are in memory, as it is, and no tracer has to see what is done with them."""
+    plain = all(kind in _PLAIN for kind in set(map(type, tensors)))
+    return plain and not any(map(Tensor.is_neg, tensors)) and not internals.records_operations()
 
 
 def in_copies(graph: fx.Graph) -> fx.Graph | None:
