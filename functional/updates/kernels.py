@@ -27,10 +27,12 @@ class Update(ABC):
 
     Attributes:
         kind: the optimizer.
+        dtypes: those in which its kernel is right.
         shared: the number of 0-d values that all parameters share.
     """
 
     kind: ClassVar[str]
+    dtypes: ClassVar[frozenset[torch.dtype]]
     shared: ClassVar[int]
     namespace: ClassVar[str] = "torchard"  # whose operators keep none of their operands
 
@@ -71,6 +73,7 @@ class AdamWUpdate(Update):
     decay: float
 
     kind = "adamw"
+    dtypes = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
     shared = 2
 
     @property
@@ -102,6 +105,8 @@ class SgdUpdate(Update):
     decay: float
 
     kind = "sgd"
+    # In half precision, velocities on CPUs are wrong (torch 2.13).
+    dtypes = frozenset({torch.float32, torch.float64})
     shared = 1
 
     @property

@@ -19,7 +19,6 @@ from torchard.functional.updates.templates import Member, member_of
 
 __all__ = ["with_updates"]
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
 
 
@@ -68,7 +67,7 @@ def _may_merge(member: Member, order: dict[fx.Node, int]) -> bool:
         return False
     alike = all((x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device) for x in vals)
     strided = all(VAL.of(old).stride() == VAL.of(new).stride() for old, new in zip(bases, results, strict=True))
-    known = first.dtype in _DTYPES and first.device.type in _DEVICES and first.ndim > 0
+    known = first.dtype in member.update.dtypes and first.device.type in _DEVICES and first.ndim > 0
     placed = all(LAYOUT.get(node) == LAYOUT.get(bases[0]) for node in wide)
     # Without a state, an update is a difference as any other.
     is_update = member.update.width > 1 or _is_input(bases[0])
@@ -76,11 +75,13 @@ def _may_merge(member: Member, order: dict[fx.Node, int]) -> bool:
 
 
 def _shared(member: Member, first: torch.Tensor) -> bool:
-    """Whether what all parameters share are numbers, or tensors that the kernels take."""
+    """Whether what all parameters share are numbers, or tensors that a kernel reads as exactly."""
     tensors = [VAL.of(x) for x in member.shared if isinstance(x, fx.Node)]
-    exact = first.dtype != torch.float64 or first.device.type == "cpu"  # others read float32 rates
-    numbers = len(tensors) < len(member.shared)
-    return all(x.ndim == 0 and x.is_floating_point() for x in tensors) and (exact or numbers)
+    exact = (torch.float64,) if first.dtype == torch.float64 else (torch.float32, torch.float64)
+    if any(x.ndim or x.dtype not in exact for x in tensors):
+        return False
+    # Kernels on other devices read float32 rates.
+    return first.dtype != torch.float64 or first.device.type == "cpu" or len(tensors) < len(member.shared)
 
 
 def _closed(member: Member, order: dict[fx.Node, int]) -> bool:
