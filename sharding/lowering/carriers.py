@@ -16,7 +16,7 @@ from torch import fx
 
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["Carrier", "exchanging", "moving", "reducing"]
+__all__ = ["Carrier", "exchanging", "moving", "reduced", "reducing"]
 
 EmitCall = Callable[..., fx.Node]
 Map = Callable[[fx.Node], fx.Node]
@@ -83,6 +83,15 @@ def reducing(call: EmitCall, dtype: torch.dtype, op: str) -> Carrier:
     if op != "sum" and dtype.is_floating_point:
         return _ordered(call, dtype, op)
     return _in(call, dtype, _REDUCED_IN.get(dtype))
+
+
+def reduced(call: EmitCall, x: fx.Node, dtype: torch.dtype, op: str) -> fx.Node:
+    """The sum, maximum or minimum over dim 0 of values that `reducing` encoded, complex ones as pairs."""
+    if dtype.is_complex:
+        return call(aten.view_as_complex.default, call(aten.sum.dim_IntList, x, [0]))
+    if op == "sum":
+        return call(aten.sum.dim_IntList, x, [0], dtype=_REDUCED_IN.get(dtype, dtype))
+    return call({"max": aten.amax.default, "min": aten.amin.default}[op], x, [0])
 
 
 def _ordered(call: EmitCall, dtype: torch.dtype, op: str) -> Carrier:

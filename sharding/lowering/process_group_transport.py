@@ -29,7 +29,7 @@ from torchard.sharding.layouts.collective_ops import (
 )
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.reshard import ReshardStep
-from torchard.sharding.lowering.carriers import exchanging, moving, reducing
+from torchard.sharding.lowering.carriers import exchanging, moving, reduced, reducing
 from torchard.sharding.lowering.channel import Channel
 from torchard.sharding.lowering.direct_sends import DirectChannel, UnderWay
 from torchard.sharding.lowering.fetch import fetch
@@ -220,6 +220,10 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
         return _Message(self.contiguous(encode(self.x)), send, decode, self.before)
 
     def psum_scatter(self, op: PsumScatter) -> _Message:
+        """Scatter a sum; on CPUs by an all_to_all, after which each rank adds up its own shard.
+
+        gloo's reduce_scatter is an all_reduce: it sends twice as much (torch 2.13).
+        """
         dim, sizes = self.p.dim(op.to), self.sizes(self.p.step.after, op.to)
         widest, own = max(sizes), len(self.p.range(self.p.step.after, op.to, self.at_))
         encode, decode, _ = reducing(self.call, self.val.dtype, op.reduction)
@@ -232,10 +236,22 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
             ]
             x = self.call(aten.cat.default, even, 0)
 
+        by_exchange = self.val.device.type == "cpu"
+        if by_exchange:
+            x = self.p.low.emit.view(x, [len(sizes), math.prod(self.at_front(dim, widest))])
+            if self.val.dtype.is_complex:  # which gloo does not exchange
+                x = self.call(aten.view_as_real.default, x)
+
         def send(buffer: fx.Node) -> fx.Node:
+            if by_exchange:
+                each = [1] * len(sizes)
+                return self.channel.issue("all_to_all_single", buffer, each, each)
             return self.channel.issue("reduce_scatter_tensor", buffer, op.reduction, len(sizes))
 
         def unpack(part: fx.Node) -> fx.Node:
+            if by_exchange:
+                part = reduced(self.call, part, self.val.dtype, op.reduction)
+                part = self.p.low.emit.view(part, self.at_front(dim, widest))
             if own != widest:
                 part = self.p.slice(part, 0, 0, own)
             return self.back(decode(part), dim)

@@ -16,6 +16,7 @@ from _train import make_step
 from torchard import Mesh, MeshTensor, P, Schedule, jit, optim, place, random, shard
 from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Program, Runtime
+from torchard.functional.programs.tags import COLLECTIVE, STAGE
 from torchard.sharding.lowering.runtime import Distributed
 
 SPEC = P("dp")
@@ -86,7 +87,7 @@ def most_waiting(program: Program) -> int:
     most = 0
     assert isinstance(program.runtime, Distributed)
     for node in program.runtime.graph(program).graph.nodes:
-        if "reduce_scatter" in str(node.target):
+        if STAGE.get(node) == "issue" and COLLECTIVE.of(node).kind == "psum_scatter":
             on_their_way.add(node)
             most = max(most, len(on_their_way))
         elif "wait" in str(node.target):
@@ -95,8 +96,11 @@ def most_waiting(program: Program) -> int:
 
 
 def allowed(found: dict[str, int], ranks: int, slack: float = 1.1) -> float:
-    """Weights, gradients and two moments, a rank's part each; two whole layers; the activations."""
-    return 4 * found["parameters"] / ranks + slack * (2 * found["layer"] + found["activations"])
+    """Weights, gradients and two moments, a rank's part each; three whole layers; the activations.
+
+    The third layer is of gradients that arrive, before a rank adds up its own shard (on CPUs).
+    """
+    return 4 * found["parameters"] / ranks + slack * (3 * found["layer"] + found["activations"])
 
 
 def parts(*trees: Any) -> list[torch.Tensor]:

@@ -49,7 +49,8 @@ def test_memory_is_not_reused_before_a_collective_is_awaited(spec: P) -> None:
     issued = 0
     for at, step in enumerate(tape.steps):
         if str(step.function).startswith("_c10d") and step.function is not c10d.wait_tensor.default:
-            result = step.kwargs.get("out", step.args[0])
+            allocates = step.function is c10d.all_to_all_single.default
+            result = step.results[0] if allocates else step.kwargs.get("out", step.args[0])
             wait = next(
                 later
                 for later, other in enumerate(tape.steps[at:], at)

@@ -90,7 +90,7 @@ def test_exactly_the_expert_s_collectives_run(ranks: Results) -> None:
     expected = (
         {"all_reduce": 2}
         if len(ranks) == 2
-        else {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 1}
+        else {"all_gather_into_tensor": 2, "all_to_all_single": 2, "all_reduce": 1}
     )
     assert every(ranks, "collectives_that_really_run") == [expected] * len(ranks)
 
@@ -100,7 +100,7 @@ def test_merged_collectives_really_are_one(ranks: Results) -> None:
     per_pass, gradients = transformer.LAYERS + 1, 12 * transformer.LAYERS + 3
     expected = {
         "all_gather_into_tensor": 2 * per_pass,
-        "reduce_scatter_tensor": gradients,
+        "all_to_all_single": gradients,
         "all_reduce": 2,
     }
     assert [found["ran"] for found in every(ranks, "transformers")] == [expected] * len(ranks)
