@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchard import functionalize, jit, optim
-from torchard.functional.core import tree
 
 VOCABULARY, LENGTH, LAYERS, HEADS, BATCH = 256, 64, 4, 4, 8
 RATE, DECAY = 1e-3, 0.01

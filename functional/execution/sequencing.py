@@ -30,7 +30,8 @@ def what_runs(
         half_of: as that of `reinplaced`.
 
     Returns:
-        The graph whose nodes the instructions are of, which is a copy if it has running sums or updates; and these.
+        The graph whose nodes the instructions are of, which is a copy if it has running sums or updates;
+        and these.
     """
     graph = in_place(graph) or graph
     graph = in_copies(graph) or graph

@@ -1,6 +1,6 @@
 """The arithmetic of an optimizer's update of one parameter: that of `torch.optim`, in the same order.
 
-Numbers that all parameters share are computed in float64, so that float64 parameters keep their precision.
+Numbers that all parameters share are float64, so that float64 parameters keep their precision.
 """
 
 from __future__ import annotations

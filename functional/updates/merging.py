@@ -59,19 +59,24 @@ def _apart(members: Iterable[Member]) -> Iterator[Member]:
 
 def _may_merge(member: Member, order: dict[fx.Node, int]) -> bool:
     """Whether a kernel can compute an update, and nothing reads what it does not return."""
-    bases, results = member.bases, member.results
-    wide = (*bases, member.grad, *results)
-    vals = [VAL.get(node) for node in wide]
-    first = vals[0]
-    if not isinstance(first, torch.Tensor) or not all(isinstance(x, torch.Tensor) for x in vals):
-        return False
-    alike = all((x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device) for x in vals)
-    strided = all(VAL.of(old).stride() == VAL.of(new).stride() for old, new in zip(bases, results, strict=True))
-    known = first.dtype in member.update.dtypes and first.device.type in _DEVICES and first.ndim > 0
-    placed = all(LAYOUT.get(node) == LAYOUT.get(bases[0]) for node in wide)
     # Without a state, an update is a difference as any other.
-    is_update = member.update.width > 1 or _is_input(bases[0])
-    return alike and strided and known and placed and is_update and _shared(member, first) and _closed(member, order)
+    is_update = member.update.width > 1 or _is_input(member.bases[0])
+    return is_update and _alike(member) and _closed(member, order)
+
+
+def _alike(member: Member) -> bool:
+    """Whether a kernel reads tensors like these."""
+    wide = (*member.bases, member.grad, *member.results)
+    vals: list[Any] = [VAL.get(node) for node in wide]
+    first = vals[0]
+    if not all(isinstance(x, torch.Tensor) for x in vals) or not first.ndim:
+        return False
+    same = all((x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device) for x in vals)
+    placed = all(LAYOUT.get(node) == LAYOUT.get(wide[0]) for node in wide)
+    known = first.dtype in member.update.dtypes and first.device.type in _DEVICES
+    pairs = zip(member.bases, member.results, strict=True)
+    ordered = all(VAL.of(old).stride() == VAL.of(new).stride() for old, new in pairs)
+    return same and placed and known and ordered and _shared(member, first)
 
 
 def _shared(member: Member, first: torch.Tensor) -> bool:

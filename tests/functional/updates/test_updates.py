@@ -1,10 +1,10 @@
-"""Updates of many parameters by one kernel: where there is one, and that values are those of the operations."""
+"""Updates of many parameters by one kernel: where there is one, and that values are as of operations."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,7 +80,8 @@ def in_double(value: Any) -> Any:
 
 # -- where the kernels are ---------------------------------------------------------------------------
 
-PARAMS = {f"{k}{n}": normal(n, s, torch.float32) for n in range(3) for k, s in (("w", (3, 4)), ("b", (5,)))}
+SHAPES_BY_NAME = {f"{k}{n}": shape for n in range(3) for k, shape in (("w", (3, 4)), ("b", (5,)))}
+PARAMS = {k: normal(i, shape, torch.float32) for i, (k, shape) in enumerate(SHAPES_BY_NAME.items())}
 
 
 def tensors(number: int) -> dict[str, Tensor]:
@@ -255,8 +256,9 @@ def trees(draw: Any) -> tuple[list[list[Any]], torch.dtype]:
             x = x[..., :1].expand(shape)
         return x.abs() if kind == 3 else x
 
+    numbered = [*enumerate(zip(shapes, absent, strict=True))]
     rows = [
-        [None if gone else leaf(7 * i + k, shape, k) for i, (shape, gone) in enumerate(zip(shapes, absent))]
+        [None if gone else leaf(7 * i + k, shape, k) for i, (shape, gone) in numbered]
         for k in range(4)
     ]
     return rows, dtype
@@ -296,7 +298,7 @@ def test_any_update(data: st.DataObject) -> None:
     eager, exact = update(*args), update(*in_double(args))
     before = copied(args)
     way = WAYS[data.draw(st.sampled_from(list(WAYS)))]
-    given_up = tree.map(lambda x: x + 0 if x is not None else None, args) if "donate_argnums" in way else args
+    given_up = copied(args) if "donate_argnums" in way else args
     got = jit(update, backend="eager", **way)(*given_up)
     assert_rounded(got, eager, exact)
     for mine, other in zip(tree.leaves(args), tree.leaves(before), strict=True):
@@ -335,7 +337,8 @@ def meta_loss(update: Callable[..., Any]) -> Callable[[dict[str, Tensor], Tensor
 @pytest.mark.parametrize("derive", ["grad", "hessian", "vmap", "jvp", "vmap of grad", "backward"])
 def test_derivatives(derive: str) -> None:
     def derived(fn: Callable[..., Any]) -> Any:
-        shift, many = torch.tensor(0.7, dtype=torch.float64), torch.linspace(0.1, 2, 3, dtype=torch.float64)
+        many = torch.linspace(0.1, 2, 3, dtype=torch.float64)
+        shift = many[1]
         if derive == "grad":
             return torch.func.grad(fn)(params, shift)
         if derive == "hessian":
@@ -365,7 +368,8 @@ def test_traced_by_torch() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     optimizer, _ = OPTIMIZERS["adamw"]
-    run, args = jit(updated_once(optimizer), backend="eager"), (PARAMS, optimizer.init(PARAMS), tensors(3))
+    run = jit(updated_once(optimizer), backend="eager")
+    args = PARAMS, optimizer.init(PARAMS), tensors(3)
     flat, structure = tree.leaves(args), tree.structure(args)
     run(*args)
     want = tree.leaves(updated_once(optimizer)(*args))
