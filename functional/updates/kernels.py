@@ -28,18 +28,15 @@ class Update(ABC):
     Attributes:
         kind: the optimizer.
         dtypes: those in which its kernel is right.
+        width: the number of tensors that are updated for each parameter.
         shared: the number of 0-d values that all parameters share.
     """
 
     kind: ClassVar[str]
     dtypes: ClassVar[frozenset[torch.dtype]]
+    width: ClassVar[int]
     shared: ClassVar[int]
     namespace: ClassVar[str] = "torchard"  # whose operators keep none of their operands
-
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """The number of tensors that are updated for each parameter."""
 
     def __call__(self, bases: Tensors, grads: Tensors, *shared: Any) -> tuple[Tensor, ...]:
         count = len(grads)
@@ -74,11 +71,8 @@ class AdamWUpdate(Update):
 
     kind = "adamw"
     dtypes = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+    width = 3
     shared = 2
-
-    @property
-    def width(self) -> int:
-        return 3
 
     @property
     def __name__(self) -> str:
@@ -98,7 +92,7 @@ class AdamWUpdate(Update):
 
 @dataclass(frozen=True, repr=False)
 class SgdUpdate(Update):
-    """Stochastic gradient descent with these numbers; the learning rate is shared."""
+    """Stochastic gradient descent with momentum, and these numbers; the learning rate is shared."""
 
     momentum: float
     nesterov: bool
@@ -107,11 +101,8 @@ class SgdUpdate(Update):
     kind = "sgd"
     # In half precision, velocities on CPUs are wrong (torch 2.13).
     dtypes = frozenset({torch.float32, torch.float64})
+    width = 2
     shared = 1
-
-    @property
-    def width(self) -> int:
-        return 2 if self.momentum else 1
 
     @property
     def __name__(self) -> str:
@@ -119,11 +110,9 @@ class SgdUpdate(Update):
         return f"sgd[momentum={self.momentum}{kind}, decay={self.decay}]"
 
     def one(self, *operands: Any) -> tuple[Tensor, ...]:
-        p, *velocity, g, rate = operands
-        v = velocity[0] if velocity else None
+        p, v, g, rate = operands
         return sgd_step(p, v, g, rate, self.decay, self.momentum, self.nesterov)
 
     def write(self, bases: Sequence[Tensors], grads: Tensors, *shared: Any) -> None:
-        params, *velocities = bases
         numbers = {"momentum": self.momentum, "weight_decay": self.decay, "nesterov": self.nesterov}
-        internals.fused_sgd(params, grads, velocities[0] if velocities else [], *shared, numbers)
+        internals.fused_sgd(*bases, grads, *shared, numbers)

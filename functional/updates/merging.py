@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import getitem
 from typing import Any
@@ -13,13 +13,14 @@ from torch import fx
 
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import HALVES, LAYOUT, STEP, TASK, VAL
-from torchard.functional.programs.views import is_view
+from torchard.functional.programs.tags import HALVES, LAYOUT, TASK, VAL
 from torchard.functional.updates.templates import Member, member_of
 
 __all__ = ["with_updates"]
 
 _DEVICES = ("cpu", "cuda")
+# Gradients, and values before an update, are held until it is computed: so not all are by one call.
+_LEAST_BYTES, _MOST_CALLS = 2**22, 16
 
 
 def with_updates(program: Program) -> Program:
@@ -34,8 +35,6 @@ def with_updates(program: Program) -> Program:
     order = {node: at for at, node in enumerate(program.graph.nodes)}
     found = (member_of(node) for node in program.calls)
     members = list(_apart(m for m in found if m is not None and _may_merge(m, order)))
-    alike = Counter(map(_key, members))
-    members = [m for m in members if m.update.width > 1 or alike[_key(m)] > 1]
     if not members:
         return program
     merged = _Merged(fx.Graph(), members)
@@ -59,9 +58,7 @@ def _apart(members: Iterable[Member]) -> Iterator[Member]:
 
 def _may_merge(member: Member, order: dict[fx.Node, int]) -> bool:
     """Whether a kernel can compute an update, and nothing reads what it does not return."""
-    # Without a state, an update is a difference as any other.
-    is_update = member.update.width > 1 or _is_input(member.bases[0])
-    return is_update and _alike(member) and _closed(member, order)
+    return _alike(member) and _closed(member, order)
 
 
 def _alike(member: Member) -> bool:
@@ -102,12 +99,6 @@ def _closed(member: Member, order: dict[fx.Node, int]) -> bool:
     return True
 
 
-def _is_input(node: fx.Node) -> bool:
-    while node.op == "call_function" and (STEP.on(node) or is_view(node)):
-        node = node.all_input_nodes[0]
-    return node.op == "placeholder"
-
-
 @dataclass
 class _Merged:
     """Copies a graph, with one operation for updates that can be computed at once.
@@ -138,8 +129,17 @@ class _Merged:
             self.waiting.setdefault(_key(member), []).append(member)
 
     def _compute(self, key: Hashable) -> None:
-        """Add the operation of the updates that wait."""
-        members = self.waiting.pop(key)
+        """Add the operations of the updates that wait."""
+        waiting = self.waiting.pop(key)
+        least = max(sum(map(_bytes, waiting)) // _MOST_CALLS, _LEAST_BYTES)
+        while waiting:
+            sizes = itertools.accumulate(map(_bytes, waiting))
+            count = next((n for n, size in enumerate(sizes, 1) if size >= least), len(waiting))
+            self._call(waiting[:count])
+            waiting = waiting[count:]
+
+    def _call(self, members: Sequence[Member]) -> None:
+        """Add one operation for several updates."""
         first, env = members[0], self.env
         width = first.update.width
         old = [member.results[k] for k in range(width) for member in members]
@@ -157,8 +157,14 @@ class _Merged:
             inherit(env[node], node, "value")
 
 
+def _bytes(member: Member) -> int:
+    return int(VAL.of(member.grad).nbytes)
+
+
 def _key(member: Member) -> Hashable:
     """What updates have in common that one kernel computes."""
     first = member.bases[0]
     val: Any = VAL.of(first)
-    return member.update, member.shared, val.dtype, val.device, repr(LAYOUT.get(first)), TASK.get(first)
+    layout = LAYOUT.get(first)
+    place = None if layout is None else (layout.axes, layout.home)  # where it is computed
+    return member.update, member.shared, val.dtype, val.device, place, TASK.get(first)

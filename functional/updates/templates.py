@@ -75,8 +75,9 @@ _NAMES: Mapping[float, str] = {
 def _templates() -> Iterator[tuple[Update, float | None]]:
     """Updates to be looked for, in this order, each with a rate that is a number, or a tensor."""
     updates: list[Update] = [AdamWUpdate(b1, _B2, _EPS, _DECAY) for b1 in _B1]
-    kinds = [(_MOMENTUM, True), (_MOMENTUM, False), (0.0, False)]
-    updates += [SgdUpdate(*kind, decay) for kind in kinds for decay in (_DECAY, 0.0)]
+    # Without momentum, an update is a difference as any other, and no kernel is faster.
+    ways = itertools.product((True, False), (_DECAY, 0.0))
+    updates += [SgdUpdate(_MOMENTUM, *way) for way in ways]
     yield from itertools.product(updates, (_RATE, None))
 
 
@@ -133,7 +134,7 @@ def _numbered(like: Update, found: Found, rate: float | None) -> Update | None:
             decay = _rounded((1 - factor) / rate if rate else 0.0, lambda d: 1 - rate * d == factor)
         numbers: dict[str, Any] = {name: found[name] for name in ("b1", "b2", "eps")}
     else:
-        numbers = {"momentum": found.get("momentum", 0.0)}
+        numbers = {"momentum": found["momentum"]}
     numbers["decay"] = decay
     valid = all(type(x) in (int, float) and x >= 0 for x in numbers.values())
     return replace(like, **numbers) if valid else None

@@ -45,9 +45,9 @@ def fused_adamw(
 
 
 def fused_sgd(
-    params: Tensors, grads: Tensors, velocities: Tensors, rate: Any, numbers: Mapping[str, Any]
+    params: Tensors, velocities: Tensors, grads: Tensors, rate: Any, numbers: Mapping[str, Any]
 ) -> None:
-    """SGD of dense tensors of one dtype and device, with momentum if there are velocities."""
+    """SGD with momentum, of dense tensors of one dtype and device."""
     torch._fused_sgd_(
         params,
         grads,

@@ -100,8 +100,8 @@ OPTIMIZERS = {
     "no numbers": (optim.adamw(0.0, b1=0.0, b2=0.0, eps=0.0), 1),
     "a tensor": (optim.adamw(torch.tensor(1e-2)), 1),
     "a schedule": (optim.adamw(optim.warmup_cosine(1e-2, 9, 3), weight_decay=HALF), 2),
-    "sgd": (optim.sgd(0.1), 1),
-    "sgd with decay": (optim.sgd(torch.tensor(0.1), weight_decay=HALF), 2),
+    "sgd": (optim.sgd(0.1), 0),
+    "momentum with decays": (optim.sgd(torch.tensor(0.1), momentum=0.9, weight_decay=HALF), 2),
     "momentum": (optim.sgd(0.1, momentum=0.9, weight_decay=0.1), 1),
     "nesterov": (optim.sgd(lambda n: 0.1 / (n + 1), momentum=0.9, nesterov=True), 1),
 }
@@ -127,7 +127,7 @@ def test_one_call_for_each_decay(name: str, kernels: Counter[str]) -> None:
     exact = updated_once(optimizer)(*in_double(args))
     assert not kernels
     got = jit(updated_once(optimizer), backend="eager")(*args)
-    assert kernels == {"calls": calls, "parameters": len(PARAMS)}
+    assert kernels == ({"calls": calls, "parameters": len(PARAMS)} if calls else {})
     assert_rounded(got, eager, exact)
 
 
@@ -200,16 +200,19 @@ def test_by_hand(change: str, merged: int, kernels: Counter[str]) -> None:
     assert kernels["parameters"] == merged
 
 
-def test_differences_alone_stay(kernels: Counter[str]) -> None:
-    """An activation minus a multiple of another one is an update of nothing."""
-    def chain(x: Tensor, y: Tensor) -> Tensor:
-        for _ in range(3):
-            x = x.sin() - 0.1 * y
-        return x - 0.1 * y
+def test_large_updates_are_several(kernels: Counter[str]) -> None:
+    """Without donation, gradients are freed before all updates are computed."""
+    params = {str(i): torch.ones(2**19) for i in range(32)}
+    optimizer = optim.adamw(0.1)
 
-    x, y = normal(0, (3, 4), torch.float32), normal(1, (3, 4), torch.float32)
-    assert torch.equal(jit(chain, backend="eager")(x, y), chain(x, y))
-    assert not kernels
+    def step(params: dict[str, Tensor], state: Any) -> Any:
+        return optimizer.update({k: p.sin() for k, p in params.items()}, state, params)
+
+    run, args = jit(step, backend="eager"), (params, optimizer.init(params))
+    each, total = params["0"].nbytes, sum(p.nbytes for p in params.values())
+    assert run.lower(*args).peak < 6 * total + 4 * each
+    run(*args)
+    assert kernels == {"calls": 16, "parameters": 32}
 
 
 def test_several_updates(kernels: Counter[str]) -> None:
