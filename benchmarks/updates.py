@@ -2,7 +2,7 @@
 
 A GPT of four layers (69 parameters), on one process:
 
-    python benchmarks/updates.py [--widths 64,256] [--rounds 20]
+    python benchmarks/updates.py [--widths 64,256] [--rounds 20] [--inductor]
 
 Everything of one width is timed in turn, A-B-B-A, so that what else the machine does meets all alike.
 """
@@ -79,7 +79,7 @@ def torchs(width: int, update_only: bool, **how: bool) -> Callable[[], object]:
     return step
 
 
-def ours(width: int, update_only: bool, donates: bool, memory: str = "allocated") -> Callable[[], object]:
+def ours(width: int, update_only: bool, donates: bool, **how: str) -> Callable[[], object]:
     """A step of torchard's, or its update alone."""
     torch.manual_seed(0)
     fn, params = functionalize(GPT(width))
@@ -96,7 +96,8 @@ def ours(width: int, update_only: bool, donates: bool, memory: str = "allocated"
         return optimizer.update(grads, state, params)
 
     donated = (0, 1) if donates else ()
-    run = jit(update if update_only else train, backend="eager", donate_argnums=donated, memory=memory)
+    how = {"backend": "eager", **how}
+    run = jit(update if update_only else train, donate_argnums=donated, **how)
     args = (grads,) if update_only else (x, y)
     held = [params, state]
     del params, state
@@ -115,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", default="64,256")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--inductor", action="store_true", help="also what Inductor compiles")
     given = parser.parse_args()
     torch.set_num_threads(1)
     for width in map(int, given.widths.split(",")):
@@ -124,8 +126,11 @@ def main() -> None:
                 "torch foreach": torchs(width, update_only, foreach=True),
                 "torchard": ours(width, update_only, donates=False),
                 "torchard, donated": ours(width, update_only, donates=True),
-                "torchard, donated, planned": ours(width, update_only, True, "planned"),
+                "torchard, donated, planned": ours(width, update_only, True, memory="planned"),
             }
+            if given.inductor:
+                compiled = ours(width, update_only, True, backend="inductor")
+                steps["torchard, donated, compiled"] = compiled
             report(width, "update" if update_only else "step", steps, given.rounds)
 
 

@@ -85,7 +85,7 @@ class AdamWUpdate(Update):
 
     def write(self, bases: Sequence[Tensors], grads: Tensors, *shared: Any) -> None:
         count, rate = shared
-        steps = [count.to(torch.float32)] * len(grads)
+        steps = [count.to(grads[0].device, torch.float32)] * len(grads)
         numbers = {"beta1": self.b1, "beta2": self.b2, "eps": self.eps, "weight_decay": self.decay}
         internals.fused_adamw(*bases, grads, steps, rate, numbers)
 
