@@ -95,9 +95,8 @@ def lists_of(program: Program) -> list[RankList]:
     """What each rank runs that may hold other values than others; one without a mesh."""
     if program.runtime is None:
         return [_listed(as_run(program))]
-    program = with_updates(program)
     donated = donated_inputs(program)
-    ranks = program.runtime.ranks(_in_execution_order(program), direct=True)
+    ranks = program.runtime.ranks(_in_execution_order(with_updates(program)), direct=True)
     return [_of_rank(rank, donated) for rank in ranks]
 
 

@@ -88,6 +88,7 @@ def in_copies(graph: fx.Graph) -> fx.Graph | None:
 
 
 def _in_copies(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    update: Any = node.target
     bases: Any
     bases, *others = node.args
     copies = [graph.call_function(aten.clone.default, (env[base],)) for base in bases]
@@ -98,12 +99,14 @@ def _in_copies(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> f
                 tag.set(copy, tag.of(base))
     args = fx.map_arg(tuple(others), env.__getitem__)
     args = (copies, *args)
-    call = graph.create_node("call_function", UpdateInPlace(node.target), args, name=node.name)
+    call = graph.create_node("call_function", UpdateInPlace(update), args, name=node.name)
     inherit(call, node, "call")
     return call
 
 
 def written_operands(node: fx.Node) -> Sequence[fx.Node]:
     """The operands in whose memory the results of an update in place are; none of other nodes."""
-    bases: Any = node.args[0] if isinstance(node.target, UpdateInPlace) else ()
-    return bases
+    if not isinstance(node.target, UpdateInPlace):
+        return ()
+    bases: Any = node.args[0]
+    return list(bases)

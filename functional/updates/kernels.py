@@ -84,10 +84,11 @@ class AdamWUpdate(Update):
         return adamw_step(p, m, s, g, corrections, 1 - rate * self.decay, self.b1, self.b2, self.eps)
 
     def write(self, bases: Sequence[Tensors], grads: Tensors, *shared: Any) -> None:
+        params, means, squares = bases
         count, rate = shared
         steps = [count.to(grads[0].device, torch.float32)] * len(grads)
         numbers = {"beta1": self.b1, "beta2": self.b2, "eps": self.eps, "weight_decay": self.decay}
-        internals.fused_adamw(*bases, grads, steps, rate, numbers)
+        internals.fused_adamw(params, means, squares, grads, steps, rate, numbers)
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,5 +115,7 @@ class SgdUpdate(Update):
         return sgd_step(p, v, g, rate, self.decay, self.momentum, self.nesterov)
 
     def write(self, bases: Sequence[Tensors], grads: Tensors, *shared: Any) -> None:
+        params, velocities = bases
+        (rate,) = shared
         numbers = {"momentum": self.momentum, "weight_decay": self.decay, "nesterov": self.nesterov}
-        internals.fused_sgd(*bases, grads, *shared, numbers)
+        internals.fused_sgd(params, velocities, grads, rate, numbers)

@@ -38,7 +38,7 @@ class _Recorder(internals.TorchDispatchMode):
     """Records operations; numbers that are not known to be tensors' are constants."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive = list(tensors)  # by whose identity terms are found
         self.terms = {id(tensor): Term(tensor.ndim > 0) for tensor in tensors}
 

@@ -16,6 +16,8 @@ from torchard.functional.torch_internals.accessors.required import require
 __all__ = ["fused_adamw", "fused_sgd"]
 
 require(torch, "_fused_adamw_", "_fused_sgd_")
+_ADAMW: Any = torch._fused_adamw_
+_SGD: Any = torch._fused_sgd_
 
 Tensors = Sequence[Tensor]
 
@@ -30,7 +32,7 @@ def fused_adamw(
     numbers: Mapping[str, float],
 ) -> None:
     """AdamW of dense tensors of one dtype and device; ``steps`` are counts in float32."""
-    torch._fused_adamw_(
+    _ADAMW(
         params,
         grads,
         means,
@@ -48,7 +50,7 @@ def fused_sgd(
     params: Tensors, velocities: Tensors, grads: Tensors, rate: Any, numbers: Mapping[str, Any]
 ) -> None:
     """SGD with momentum, of dense tensors of one dtype and device."""
-    torch._fused_sgd_(
+    _SGD(
         params,
         grads,
         velocities,
