@@ -6,8 +6,8 @@
 
 `update` returns the new parameters, not increments, and changes no argument. The state is a plain tuple
 of a 0-d step counter and trees shaped like the parameters, so that it shards like the parameters and all
-steps share one trace. The arithmetic is `torch.optim`'s, in the same order (updates/arithmetic.py). Where
-a step runs without a compiler, one kernel of torch's updates many parameters (updates/).
+steps share one trace. The arithmetic is `torch.optim`'s, in the same order (updates/arithmetic.py). What
+runs is a kernel of torch's that updates many parameters (updates/).
 """
 
 from __future__ import annotations

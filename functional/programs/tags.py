@@ -200,7 +200,7 @@ HALVES: Tag[Any] = declare(
     "halves",
     "on the output of a half of a joint program: the split that made it",
     written_by="remat/split",
-    read_by="execution/donated, jit",
+    read_by="execution/donated, jit, updates/merging",
 )
 OFFLOAD: Tag[bool] = declare(
     "offload",

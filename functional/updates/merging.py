@@ -24,13 +24,14 @@ _LEAST_BYTES, _MOST_CALLS = 2**22, 16
 
 
 def with_updates(program: Program) -> Program:
-    """The program as generated code runs it: with one operation for the updates of many parameters.
+    """The program as it runs: with one operation for the updates of many parameters.
 
-    A compiler fuses updates by itself, and a backward may read what an update computes: programs that are
-    compiled, or have a backward, stay as they are.
+    A backward may read what an update computes, and a compiler that is not known to leave updates out may
+    not know them: these programs stay as they are.
     """
-    compiles = program.compiler is not None and getattr(program.compiler, "backend", "") != "eager"
-    if compiles or program.is_joint or HALVES.on(program.output):
+    compiler = program.compiler
+    known = compiler is None or getattr(compiler, "backend", "") in ("eager", "inductor")
+    if not known or program.is_joint or HALVES.on(program.output):
         return program
     order = {node: at for at, node in enumerate(program.graph.nodes)}
     found = (member_of(node) for node in program.calls)

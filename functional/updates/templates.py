@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from torchard.functional.updates.kernels import AdamWUpdate, SgdUpdate, Update
-from torchard.functional.updates.terms import Found, Term, fits, recorded_terms
+from torchard.functional.updates.terms import Found, RecordedTerm, fits, recorded_terms
 
 __all__ = ["Member", "member_of"]
 
@@ -41,8 +41,8 @@ class Member(NamedTuple):
 class _Terms:
     """The terms of an update of one parameter: its operands, and its results."""
 
-    operands: list[Term]
-    results: list[Term]
+    operands: list[RecordedTerm]
+    results: list[RecordedTerm]
 
 
 @functools.lru_cache(maxsize=64)

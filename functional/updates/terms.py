@@ -13,11 +13,11 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.tags import LOOP
 
-__all__ = ["Found", "Term", "fits", "recorded_terms"]
+__all__ = ["Found", "RecordedTerm", "fits", "recorded_terms"]
 
 
 @dataclass(eq=False)
-class Term:
+class RecordedTerm:
     """An operation on terms and numbers; or, without an operator, anything.
 
     Attributes:
@@ -40,13 +40,13 @@ class _Recorder(internals.TorchDispatchMode):
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = list(tensors)  # by whose identity terms are found
-        self.terms = {id(tensor): Term(tensor.ndim > 0) for tensor in tensors}
+        self.terms = {id(tensor): RecordedTerm(tensor.ndim > 0) for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = func(*args, **(kwargs or {}))
         self.alive.append(value)
         named = {key: self.term(x) for key, x in (kwargs or {}).items()}
-        self.terms[id(value)] = Term(value.ndim > 0, func, list(map(self.term, args)), named)
+        self.terms[id(value)] = RecordedTerm(value.ndim > 0, func, list(map(self.term, args)), named)
         return value
 
     def term(self, value: Any) -> Any:
@@ -56,7 +56,7 @@ class _Recorder(internals.TorchDispatchMode):
 
 def recorded_terms(
     fn: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
-) -> tuple[list[Term], list[Term]]:
+) -> tuple[list[RecordedTerm], list[RecordedTerm]]:
     """The terms of a function's operands, which are anything, and of its results."""
     with internals.no_modes(), internals.autocast_off(), torch.no_grad(), _Recorder(tensors) as mode:
         results = fn(*tensors)
@@ -69,7 +69,7 @@ def fits(term: Any, value: Any, found: Found, names: Mapping[float, str] | None 
     Args:
         names: if given, numbers need not agree, and those that have a name are found by it.
     """
-    if isinstance(term, Term):
+    if isinstance(term, RecordedTerm):
         if term in found:
             return _same(found[term], value)
         found[term] = value
@@ -80,7 +80,7 @@ def fits(term: Any, value: Any, found: Found, names: Mapping[float, str] | None 
     return name is None or _same(found.setdefault(name, value), value)
 
 
-def _is_call(term: Term, value: Any, found: Found, names: Mapping[float, str] | None) -> bool:
+def _is_call(term: RecordedTerm, value: Any, found: Found, names: Mapping[float, str] | None) -> bool:
     if not isinstance(value, fx.Node) or value.target is not term.op or LOOP.on(value):
         return False
     if len(value.args) != len(term.args) or value.kwargs.keys() != term.kwargs.keys():

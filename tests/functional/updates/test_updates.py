@@ -162,7 +162,26 @@ def test_donated_memory_is_written(kernels: Counter[str]) -> None:
     assert kernels["calls"] == 2
 
 
-def test_under_a_compiler_operations_stay() -> None:
+def test_under_inductor(kernels: Counter[str]) -> None:
+    """What is compiled is everything else: before updates, and after them."""
+    optimizer, _ = OPTIMIZERS["adamw"]
+
+    def train(params: dict[str, Tensor], state: Any, shift: Tensor) -> Any:
+        grads = {k: (p + shift).sin() for k, p in params.items()}
+        params, state = optimizer.update(grads, state, params)
+        return params, state, sum(p.square().sum() for p in params.values())
+
+    args = PARAMS, optimizer.init(PARAMS), torch.tensor(0.5)
+    want = train(*args)
+    for how in ({}, {"donate_argnums": (0, 1)}):
+        kernels.clear()
+        got = jit(train, **how)(*copied(args[:2]), args[2])
+        assert kernels == {"calls": 1, "parameters": len(PARAMS)}
+        for one, other in zip(whole(got), whole(want), strict=True):
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_under_other_compilers_operations_stay() -> None:
     optimizer, _ = OPTIMIZERS["adamw"]
     lowered = jit(updated_once(optimizer), backend="aot_eager").lower(
         PARAMS, optimizer.init(PARAMS), tensors(3)
