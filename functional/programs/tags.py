@@ -236,8 +236,7 @@ APART: Tag[Any] = declare(
 LAYOUT: Tag[Any] = declare(
     "layout",
     "how the value (each of a tuple) is laid out over a mesh; printable",
-    written_by="microbatches/spread, pipelining/homes, remat/loop_residuals, "
-    "scheduling/collectives, scheduling/partition, scheduling/precision",
+    written_by="many",
     read_by="many",
     follows="value",
 )

@@ -13,7 +13,7 @@ from torch import fx
 
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import HALVES, LAYOUT, TASK, VAL
+from torchard.functional.programs.tags import HALVES, LAYOUT, VAL
 from torchard.functional.updates.templates import Member, member_of
 
 __all__ = ["with_updates"]
@@ -168,4 +168,4 @@ def _key(member: Member) -> Hashable:
     val: Any = VAL.of(first)
     layout = LAYOUT.get(first)
     place = None if layout is None else (layout.axes, layout.home)  # where it is computed
-    return member.update, member.shared, val.dtype, val.device, place, TASK.get(first)
+    return member.update, member.shared, val.dtype, val.device, place
