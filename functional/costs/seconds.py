@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.costs.flops import flops, is_product
+from torchard.functional.costs.flops import flops_of, is_product
 from torchard.functional.costs.traffic import bytes_touched
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.tags import STAGE, VAL
 
-__all__ = ["seconds_of"]
+__all__ = ["busy_seconds", "device_of", "seconds_of"]
 
 
 def seconds_of(node: fx.Node, machine: Machine, written: bool | None = None) -> float:
@@ -26,12 +26,15 @@ def seconds_of(node: fx.Node, machine: Machine, written: bool | None = None) -> 
     Args:
         written: as for `bytes_touched`.
     """
-    touched = bytes_touched(node, written) / times(node)
-    multiplied = flops(node) if is_product(node) else 0
-    if STAGE.on(node) or not (touched or multiplied):
-        return 0.0
-    rate = machine.rate(_dtype(node))
-    return machine.launch + max(multiplied / rate, touched / machine.bandwidth)
+    busy = 0.0 if STAGE.on(node) else busy_seconds(node, machine, written)
+    return machine.launch + busy / times(node) if busy else 0.0
+
+
+def busy_seconds(node: fx.Node, machine: Machine, written: bool | None = None) -> float:
+    """The seconds of an operation in all iterations, without its launches: what ranks can share."""
+    touched = bytes_touched(node, written)
+    multiplied = flops_of(node) if is_product(node) else 0
+    return max(multiplied / machine.rate(_dtype(node)), touched / machine.bandwidth)
 
 
 def _dtype(node: fx.Node) -> str:
@@ -39,3 +42,9 @@ def _dtype(node: fx.Node) -> str:
     values: list[Any] = [VAL.get(n) for n in node.all_input_nodes]
     dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor)]
     return str(dtypes[0] if dtypes else torch.float32).removeprefix("torch.")
+
+
+def device_of(graph: fx.Graph) -> str:
+    """The type of device on which a graph runs: that of its first operation's result."""
+    values = (VAL.get(node) for node in graph.nodes if node.op == "call_function")
+    return next((v.device.type for v in values if isinstance(v, torch.Tensor)), "cpu")

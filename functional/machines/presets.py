@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torchard.functional.machines.machine import Link, Machine
 
-__all__ = ["h100", "h200", "v100"]
+__all__ = ["PLANNING", "default", "h100", "h200", "v100"]
 
 _NDR = Link(400e9 / 8, 10e-6)  # InfiniBand NDR, one port of 400 Gb/s for each GPU
 _EDR = Link(4 * 100e9 / 8 / 8, 10e-6)  # four ports of 100 Gb/s for the eight GPUs of a host
@@ -46,6 +46,32 @@ _H200 = replace(
     memory=141 * 10**9,
     source="NVIDIA H200 Tensor Core GPU data sheet (SXM), 2024",
 )
+
+
+_CORE = Machine(
+    "one core of a host",
+    flops={"float32": 76.8e9, "float64": 38.4e9},
+    bandwidth=8e9,
+    launch=5e-6,
+    memory=4 * 2**30,
+    link=Link(1e9, 400e-6),
+    overlaps=False,
+    source="AMD EPYC 9654 data sheet, 2022; gloo between processes of a host",
+)
+
+# A plan is to send what an expert's would: little. So its network is slow, and has no latency.
+PLANNING = Machine(
+    "a slow network",
+    flops={"float32": 64e9},
+    bandwidth=384e9,
+    link=Link(1e9),
+    source="a byte that is sent costs as much as 64 FLOPs, or 384 bytes of memory",
+)
+
+
+def default(device_type: str) -> Machine:
+    """The machine by which choices are made on a type of device, unless another is given."""
+    return _CORE if device_type == "cpu" else _H100
 
 
 def v100(between: Collection[str] = ()) -> Machine:

@@ -37,9 +37,9 @@ RULE: Tag[Any] = declare(
     written_by="rules/registry/entries",
     read_by="rules/registry/entries",
 )
-WEIGHT: Tag[float] = declare(
+WEIGHT: Tag[tuple[Any, float]] = declare(
     "weight",
-    "the work of the operation per point of its iteration space; cached",
+    "a machine, and the seconds of the operation on it per point of its iteration space; cached",
     written_by="planning/decision",
     read_by="planning/decision",
 )

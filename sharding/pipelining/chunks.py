@@ -18,8 +18,9 @@ from torch import fx
 from torchard.functional.core.arguments import nearest
 from torchard.functional.core.errors import PipelineError
 from torchard.functional.core.scope_frames import path_of
-from torchard.functional.costs.flops import flops, is_product
-from torchard.functional.costs.traffic import bytes_touched
+from torchard.functional.costs.flops import is_product
+from torchard.functional.costs.seconds import busy_seconds, device_of
+from torchard.functional.machines.presets import default
 from torchard.functional.programs.tags import FRAMES, ORIGIN, PHASE, SCOPE, SOURCE, VAL
 from torchard.sharding.layouts.tags import CHUNK
 from torchard.sharding.pipelining.homes import Home
@@ -28,7 +29,6 @@ __all__ = ["assign_chunks"]
 
 Stages = None | str | tuple[str, ...]
 
-_FLOPS_PER_BYTE = 8  # of memory: how operations that compute are weighed against those that read
 _SLACK = 1.1  # the costliest chunk may cost this much more, if less is sent
 _CUTS = 200  # the most places that are considered for a cut
 
@@ -180,15 +180,15 @@ def _cut(graph: fx.Graph, units: dict[fx.Node, int], chunks: int) -> dict[fx.Nod
 
 
 def _costs(graph: fx.Graph, units: dict[fx.Node, int], count: int) -> list[float]:
-    """The cost of each unit, its backward included, in FLOPs."""
-    costs = [0.0] * count
+    """The seconds of each unit, its backward included."""
+    costs, machine = [0.0] * count, default(device_of(graph))
     by_origin = {ORIGIN.get(node, -1): unit for node, unit in units.items()}
     for node in graph.nodes:
         unit = units.get(node)
         if unit is None and PHASE.get(node) == "backward":
             unit = by_origin.get(ORIGIN.get(node, -2))
         if unit is not None:
-            costs[unit] += flops(node) + _FLOPS_PER_BYTE * bytes_touched(node)
+            costs[unit] += busy_seconds(node, machine)
     return costs
 
 
@@ -210,7 +210,7 @@ def _places(ends: Sequence[float], sent: Sequence[int], chunks: int) -> list[int
         return list(range(1, len(sent)))
     best: dict[int, int] = {}
     for unit in range(1, len(sent)):
-        part = int(_CUTS * ends[unit] / max(ends[-1], 1))
+        part = int(_CUTS * ends[unit] / ends[-1]) if ends[-1] else 0
         if part not in best or sent[unit] < sent[best[part]]:
             best[part] = unit
     places = sorted(best.values())

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from torchard.functional.costs.flops import flops_of, is_product
+from torchard.functional.costs.seconds import busy_seconds
+from torchard.functional.machines.machine import Machine
+from torchard.functional.machines.presets import PLANNING
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.iteration_space import points
 from torchard.sharding.layouts.layout import Layout, Sizes
@@ -29,7 +31,6 @@ __all__ = [
 ]
 
 BATCH, PARAMETER, CONSTRAINT, DERIVED = range(4)
-_WORK_PER_BYTE = 32.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Given:
         local: operations on local values (manual mode), and which of their options are excluded.
         spread: axes to restore wherever propagation would drop them (``stakes.py``).
         contested: axes along which parameters take precedence over other inputs, not the reverse.
+        machine: the machine by whose rates plans are compared.
     """
 
     inputs: dict[fx.Node, tuple[Layout, int] | int]
@@ -56,6 +58,7 @@ class Given:
     local: dict[fx.Node, ManualConstraint] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
     contested: frozenset[str] = frozenset()
+    machine: Machine = PLANNING
 
     def rank(self, rank: int, axis: str) -> int:
         """The rank of an input's shards along an axis."""
@@ -73,8 +76,7 @@ class LayoutDecision:
             pending sums resolved if several consumers need the value.
         outputs: the layout of each output.
         bytes: bytes sent per rank.
-        work: the busiest rank's work: multiplications in products, plus elements that all other
-            operations touch.
+        work: seconds that the busiest rank computes.
     """
 
     option: dict[fx.Node, Option] = field(default_factory=dict)
@@ -90,24 +92,20 @@ class LayoutDecision:
             return None
         return self.raw[node.all_input_nodes[0]][result_index(node)]
 
-    @property
-    def total(self) -> float:
-        """The cost by which plans are compared, in bytes."""
-        return self.bytes + self.work / _WORK_PER_BYTE
+    def total(self, machine: Machine) -> float:
+        """The cost by which plans are compared: the seconds of sending and of working."""
+        return self.bytes / machine.link.bandwidth + self.work
 
 
-def work_of(node: fx.Node) -> float:
-    """The work of an operation on one device, in the unit of ``LayoutDecision.work``."""
-    return points(rule_of(Call.of(node)), (), ()) * work_per_point(node)
+def work_of(node: fx.Node, machine: Machine) -> float:
+    """The seconds of an operation on one device of a machine."""
+    return points(rule_of(Call.of(node)), (), ()) * work_per_point(node, machine)
 
 
-def work_per_point(node: fx.Node) -> float:
-    """Work per point. A product's work is its multiplications; other operations touch their largest
-    tensor once.
-    """
-    weight = WEIGHT.get(node)
-    if weight is None:
-        work = flops_of(node) / (2 if is_product(node) else 1)
-        weight = work / max(points(rule_of(Call.of(node)), (), ()), 1)
-        WEIGHT.set(node, weight)
-    return float(weight)
+def work_per_point(node: fx.Node, machine: Machine) -> float:
+    """The seconds per point of an operation's iteration space."""
+    known, weight = WEIGHT.get(node, (None, 0.0))
+    if known is not machine:
+        weight = busy_seconds(node, machine) / max(points(rule_of(Call.of(node)), (), ()), 1)
+        WEIGHT.set(node, (machine, weight))
+    return weight

@@ -30,7 +30,7 @@ __all__ = ["IdleAxisWarning", "Plan", "choose", "warn_of_idle_axes"]
 
 _ROUNDS = 4
 _LITTLE = 0.02
-_SMALL = 5e6  # multiplications
+_SMALL = 150e-6  # seconds of all products
 
 
 class IdleAxisWarning(UserWarning):
@@ -162,7 +162,7 @@ def _restored(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
 
 
 def _total(plan: Plan) -> float:
-    return plan.decision.total
+    return plan.decision.total(plan.given.machine)
 
 
 def _lost(plan: Plan, mesh: Mesh) -> frozenset[str]:
@@ -182,7 +182,7 @@ def warn_of_idle_axes(plan: Plan, mesh: Mesh, name: str, already: set[str]) -> N
     """
     lost, total = _unsplit(plan, mesh)
     for axis in sorted(lost.keys() - already):
-        part = 1 - lost[axis] / max(total, 1)
+        part = 1 - lost[axis] / total if total else 1.0
         if total > _SMALL and part < _LITTLE:
             already.add(axis)
             warnings.warn(
@@ -206,7 +206,7 @@ def _unsplit(plan: Plan, mesh: Mesh) -> tuple[dict[str, float], float]:
     lost, total = dict.fromkeys(axes, 0.0), 0.0
     for node, option in plan.decision.option.items():
         if is_product(node):
-            work = work_of(node)
+            work = work_of(node, plan.given.machine)
             total += work
             for axis in axes - option.cost(mesh.sizes).split:
                 lost[axis] += work
@@ -273,7 +273,7 @@ def _explore(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
         if decomposed is None:
             break
         plan = _with_separate_bias(*decomposed, mesh)
-        if plan.decision.total < best.decision.total:
+        if _total(plan) < _total(best):
             best = plan
     return best
 

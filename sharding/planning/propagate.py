@@ -7,6 +7,7 @@ choose.
 
 from __future__ import annotations
 
+import functools
 import operator
 
 from torch import fx
@@ -46,7 +47,7 @@ def propagate(
     for _ in range(sweeps):
         sweep = Sweep(graph, given, sizes, start, spread)
         decision = sweep.run()
-        if best is None or decision.total < best.total:
+        if best is None or decision.total(given.machine) < best.total(given.machine):
             best = decision
         if sweep.needs == start.needs and sweep.handed == start.handed:
             break
@@ -124,7 +125,8 @@ def _spread(
     """
     if not given.spread:
         return None
+    work = functools.partial(work_of, machine=given.machine)
     if near is not None:
         fixed = given.constraints | {node: near.home[node] for node in given.relative}
-        return Beside(graph, fixed, sizes, work_of, near.option, given.spread)
-    return Stakes(graph, given.constraints, sizes, work_of, comes_apart if apart else lambda _: False)
+        return Beside(graph, fixed, sizes, work, near.option, given.spread)
+    return Stakes(graph, given.constraints, sizes, work, comes_apart if apart else lambda _: False)

