@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import LAYOUT, SHAPE, VAL
+from torchard.functional.programs.tags import LAYOUT, VAL
 from torchard.functional.programs.views import is_dense
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.updates.kernels import Update
@@ -94,7 +94,7 @@ def _in_copies(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> f
     copies = [graph.call_function(aten.clone.default, (env[base],)) for base in bases]
     for base, copy in zip(bases, copies, strict=True):
         inherit(copy, node)
-        for tag in (VAL, LAYOUT, SHAPE):
+        for tag in (VAL, LAYOUT):
             if tag.on(base):
                 tag.set(copy, tag.of(base))
     args = fx.map_arg(tuple(others), env.__getitem__)
