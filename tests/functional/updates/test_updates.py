@@ -234,6 +234,19 @@ def test_large_updates_are_several(kernels: Counter[str]) -> None:
     assert kernels == {"calls": 16, "parameters": 32}
 
 
+@pytest.mark.parametrize("how", [{}, {"donate_argnums": (0, 1)}])
+def test_gradients_in_another_order(how: dict[str, Any], kernels: Counter[str]) -> None:
+    """Kernels read memory, not strides."""
+    optimizer = optim.adamw(0.1)
+    params = {k: normal(i, (3, 4), torch.float32) for i, k in enumerate("ab")}
+    grads = {"a": normal(2, (4, 3), torch.float32).t(), "b": normal(3, (3, 4), torch.float32)}
+    args = params, optimizer.init(params), grads
+    eager, exact = updated_once(optimizer)(*args), updated_once(optimizer)(*in_double(args))
+    got = jit(updated_once(optimizer), backend="eager", **how)(*copied(args[:2]), grads)
+    assert_rounded(got, eager, exact)
+    assert kernels["parameters"] == 2
+
+
 def test_several_updates(kernels: Counter[str]) -> None:
     """Steps in one program: each reads the results of the one before, also between updates."""
     optimizer = optim.adamw(0.05)
