@@ -6,8 +6,8 @@
 
 `update` returns the new parameters, not increments, and changes no argument. The state is a plain tuple
 of a 0-d step counter and trees shaped like the parameters, so that it shards like the parameters and all
-steps share one trace. The arithmetic is `torch.optim`'s, in the same order. Numbers that all parameters
-share (rates, bias corrections) are computed in float64, so that float64 parameters keep their precision.
+steps share one trace. The arithmetic is `torch.optim`'s, in the same order (updates/arithmetic.py). What
+runs is a kernel of torch's that updates many parameters (updates/).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.functional.updates.arithmetic import adam_corrections, adamw_step, sgd_step
 
 __all__ = ["AdamState", "Optimizer", "Rate", "SgdState", "adamw", "sgd", "warmup_cosine"]
 
@@ -170,11 +171,6 @@ def _map_to_trees(count: int, fn: Callable[..., tuple[Any, ...]], *trees: Any) -
     return tuple(tree.unflatten(shape, [row[i] for row in rows]) for i in range(count))
 
 
-def _stepped(p: Tensor, change: Tensor) -> Tensor:
-    """p - change, in p's dtype: a 0-d p would otherwise take the dtype of a 0-d learning rate."""
-    return (p - change).to(p.dtype)
-
-
 def _zeros_like(params: Any) -> Any:
     return tree.map(lambda p: None if p is None else torch.zeros_like(p), params)
 
@@ -222,27 +218,16 @@ def sgd(
     def update(grads: Any, state: SgdState, params: Any) -> tuple[Any, SgdState]:
         rate = _rate_at(lr, state.step)
 
-        def plain(p: Tensor, g: Tensor, decay: Any) -> tuple[Tensor]:
-            return (_stepped(p, rate * _decayed(p, g, decay)),)
-
-        def heavy(p: Tensor, g: Tensor, decay: Any, v: Tensor) -> tuple[Tensor, Tensor]:
-            g = _decayed(p, g, decay)
-            v = momentum * v + g
-            return _stepped(p, rate * (g + momentum * v if nesterov else v)), v
+        def step_leaf(p: Tensor, g: Tensor, decay: Any, v: Tensor | None = None) -> tuple[Tensor, ...]:
+            return sgd_step(p, v, g, rate, decay, momentum, nesterov)
 
         if momentum:
-            params, velocity = _map_to_trees(2, heavy, params, grads, decays(params), state.momentum)
+            params, velocity = _map_to_trees(2, step_leaf, params, grads, decays(params), state.momentum)
         else:
-            (params,), velocity = _map_to_trees(1, plain, params, grads, decays(params)), None
+            (params,), velocity = _map_to_trees(1, step_leaf, params, grads, decays(params)), None
         return params, SgdState(state.step + 1, velocity)
 
     return Optimizer(init, update)
-
-
-def _decayed(p: Tensor, g: Tensor, decay: Any) -> Tensor:
-    """g + decay * p, in p's dtype: a 0-d p would otherwise take the dtype of a 0-d decay."""
-    is_zero = not isinstance(decay, Tensor) and not decay
-    return g if is_zero else (g + decay * p).to(p.dtype)
 
 
 @checked
@@ -291,20 +276,12 @@ def adamw(
     def update(grads: Any, state: AdamState, params: Any) -> tuple[Any, AdamState]:
         rate = _rate_at(lr, state.step)
         step = state.step + 1
-        # 1 - 0.999^step would lose half its digits in float32.
-        count = step.to(torch.float64)
-        correction1, correction2 = 1 - b1**count, 1 - b2**count
-        shift, root_of_correction = rate / correction1, correction2.sqrt()
+        corrections = adam_corrections(step.to(torch.float64), rate, b1, b2)
 
         def step_leaf(
             p: Tensor, g: Tensor, factor: Any, m: Tensor, s: Tensor
         ) -> tuple[Tensor, Tensor, Tensor]:
-            # As torch's lerp: towards the end that is nearer, from which nothing is lost.
-            m = torch.add(m, g - m, alpha=1 - b1) if b1 > 0.5 else torch.sub(g, g - m, alpha=b1)
-            s = torch.addcmul(b2 * s, g, g, value=1 - b2)
-            root = s.sqrt() / root_of_correction + eps
-            decayed = (p * factor).to(p.dtype)
-            return _stepped(decayed, shift * (m / root)), m, s
+            return adamw_step(p, m, s, g, corrections, factor, b1, b2, eps)
 
         factors = decays(params, lambda decay: 1 - rate * decay)
         params, mean, square = _map_to_trees(

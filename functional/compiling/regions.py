@@ -25,6 +25,7 @@ from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import AHEAD, LOOP, TASK, VAL
 from torchard.functional.programs.views import is_view, storage_of
 from torchard.functional.torch_internals.operators import COLLECTIVES
+from torchard.functional.updates.kernels import Update
 
 __all__ = ["Region", "Run", "by_regions"]
 
@@ -38,7 +39,7 @@ _RANDOM_BITS = "torchard.random_bits.default"
 def by_regions(
     graph: fx.Graph, compiled: Callable[[fx.Graph], Run], may_write: bool = False
 ) -> fx.Graph | None:
-    """A graph that calls compiled regions; None if it has no loops and no equal regions.
+    """A graph that calls compiled regions; None if it has no loops, no equal regions and no updates.
 
     Args:
         graph: the graph, in which items of tuples are moved to the operations that return the tuples.
@@ -56,7 +57,10 @@ def by_regions(
     regions = _parts(order) if loops else _regions(graph)
     keys = [_key(nodes) for nodes in regions]
     if len(set(keys)) == len(keys) and not loops:
-        return None
+        if not any(map(_is_update, order)):
+            return None
+        regions = _parts(order)
+        keys = [_key(nodes) for nodes in regions]
     runs: dict[Hashable, Run] = {}
     ends = {nodes[-1]: (nodes, key) for nodes, key in zip(regions, keys, strict=True)}
     inside = {node for nodes in regions for node in nodes}
@@ -85,9 +89,11 @@ def _markers_apart(order: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _parts(order: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The operations of each loop, and those before, between and after loops."""
+    """The operations of each loop, and those before, between and after loops and updates."""
     parts: list[list[fx.Node]] = []
-    for _, nodes in groupby(order, key=LOOP.get):
+    for (_, is_update), nodes in groupby(order, key=lambda n: (LOOP.get(n), _is_update(n))):
+        if is_update:
+            continue
         group = list(nodes)
         # What is issued ahead of its iteration, and awaited in it, stays outside.
         apart = set(issued_ahead(group)[0] if LOOP.on(group[0]) else ())
@@ -124,7 +130,14 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _is_inside(node: fx.Node) -> bool:
-    return bool(_task(node)) and not _is_transfer(node)
+    return bool(_task(node)) and not _is_transfer(node) and not _is_update(node)
+
+
+def _is_update(node: fx.Node) -> bool:
+    """Whether a kernel computes it, outside of what is compiled."""
+    if node.target is operator.getitem:
+        return _is_update(node.all_input_nodes[0])
+    return isinstance(node.target, Update)
 
 
 def _task(node: fx.Node) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.programs.program import Bound, Program
+from torchard.functional.updates.merging import with_updates
 
 __all__ = ["Compiling", "bind"]
 
@@ -29,6 +30,7 @@ def bind(program: Program) -> Bound:
 
     It may empty a list that it is given, so that inputs are freed after their last use, but not a tuple.
     """
+    program = with_updates(program)
     if program.compiler is not None:
         return program.compiler.bind(program)
     if program.runtime is not None:

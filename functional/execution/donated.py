@@ -65,7 +65,7 @@ class Owned:
             return None
         if not self.written:
             return args
-        if not all(_is_plain(args[i]) for i in self.written):
+        if not _are_plain([args[i] for i in self.written]):
             return None
         parts = args if isinstance(args, list) else list(args)
         own(parts, self.written)
@@ -75,6 +75,7 @@ class Owned:
 _requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    frozen = x.is_inference() and not torch.is_inference_mode_enabled()
-    return not (x.is_conj() or x.is_neg() or frozen)
+def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+        return False
+    return torch.is_inference_mode_enabled() or not any(map(torch.Tensor.is_inference, tensors))

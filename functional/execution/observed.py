@@ -17,6 +17,7 @@ from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.markers import rows, total
 from torchard.functional.programs.tags import STAGE
 from torchard.functional.torch_internals.operators import aten
+from torchard.functional.updates.in_place import written_operands
 
 __all__ = ["fakes_like", "observed", "results_of"]
 
@@ -39,6 +40,8 @@ def observed(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, A
             if node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 function = _RUN.get(node.target, node.target)
+                if written_operands(node):
+                    function = _bases
                 # torch's fakes of awaited values are new tensors
                 function = _awaited if STAGE.get(node) == "wait" else function
                 values[node] = function(*args, **kwargs)
@@ -66,6 +69,11 @@ def results_of(values: Mapping[fx.Node, Any]) -> Results:
         return list(map(one, value)) if isinstance(value, (tuple, list)) else one(value)
 
     return results
+
+
+def _bases(bases: Sequence[Any], *_: Any) -> tuple[Any, ...]:
+    """The results of an update in place."""
+    return tuple(bases)
 
 
 def _awaited(value: Any) -> Any:

@@ -29,6 +29,7 @@ from torchard.functional.programs.markers import Loop, total
 from torchard.functional.programs.tags import LOOP, STAGE, VAL
 from torchard.functional.programs.views import is_dense, is_view
 from torchard.functional.torch_internals.operators import COLLECTIVES, aten
+from torchard.functional.updates.in_place import written_operands
 
 __all__ = ["HalfOf", "MemoryPart", "MemoryReads", "WriteUse", "storages_in", "writes_of_call"]
 
@@ -253,6 +254,9 @@ class MemoryReads(StorageRun):
     ) -> Any:
         if node.target in _WHOLE:
             return operands[0]
+        if bases := written_operands(node):
+            values = dict(zip(node.all_input_nodes, operands, strict=True))
+            return in_items(node, lambda k: values[bases[k]])
         if STAGE.get(node) == "wait" and isinstance(operands[0], _Issued):
             return operands[0].items[0]
         if internals.makes_new_memory(node.target):

@@ -15,6 +15,7 @@ from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.running_sums import in_place
 from torchard.functional.programs.tags import LOOP
+from torchard.functional.updates.in_place import in_copies
 
 __all__ = ["instructions_of", "what_runs"]
 
@@ -22,16 +23,18 @@ __all__ = ["instructions_of", "what_runs"]
 def what_runs(
     graph: fx.Graph, donated: Collection[int] = (), half_of: HalfOf = lambda node: None
 ) -> tuple[fx.Graph, Reinplaced]:
-    """What generated code runs: with running sums and writes in place.
+    """What generated code runs: with running sums, updates and writes in place.
 
     Args:
         donated: the positions of the inputs whose memory the call may take.
         half_of: as that of `reinplaced`.
 
     Returns:
-        The graph whose nodes the instructions are of, which is a copy if it has running sums; and these.
+        The graph whose nodes the instructions are of, which is a copy if it has running sums or updates;
+        and these.
     """
     graph = in_place(graph) or graph
+    graph = in_copies(graph) or graph
     inputs = list(graph.find_nodes(op="placeholder"))
     return graph, reinplaced(instructions_of(regrouped(graph)), inputs, donated, half_of)
 

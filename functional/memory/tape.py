@@ -40,6 +40,7 @@ from torchard.functional.execution.scatters import copied
 from torchard.functional.execution.sequencing import what_runs
 from torchard.functional.programs.labels import Label
 from torchard.functional.torch_internals.operators import aten, c10d
+from torchard.functional.updates.in_place import UpdateInPlace
 
 __all__ = [
     "CUT",
@@ -118,6 +119,8 @@ class Recorder:
         """Compute a function, and record that."""
         if function is c10d.wait_tensor.default:  # torch's fakes of it are new tensors
             value: Any = args[0]
+        elif isinstance(function, UpdateInPlace):
+            value = tuple(args[0])
         else:
             with self.fakes:
                 value = function(*args, **kwargs)

@@ -200,7 +200,7 @@ HALVES: Tag[Any] = declare(
     "halves",
     "on the output of a half of a joint program: the split that made it",
     written_by="remat/split",
-    read_by="execution/donated, jit",
+    read_by="execution/donated, jit, updates/merging",
 )
 OFFLOAD: Tag[bool] = declare(
     "offload",
@@ -236,8 +236,7 @@ APART: Tag[Any] = declare(
 LAYOUT: Tag[Any] = declare(
     "layout",
     "how the value (each of a tuple) is laid out over a mesh; printable",
-    written_by="microbatches/spread, pipelining/homes, remat/loop_residuals, "
-    "scheduling/collectives, scheduling/partition, scheduling/precision",
+    written_by="many",
     read_by="many",
     follows="value",
 )

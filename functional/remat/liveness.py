@@ -29,10 +29,13 @@ from torchard.functional.programs.unrolled import has_loops
 from torchard.functional.programs.views import base_of, handed_value, storage_of
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import halves_of
+from torchard.functional.updates.in_place import in_copies, written_operands
+from torchard.functional.updates.merging import with_updates
 
 __all__ = [
     "RankList",
     "Storage",
+    "as_run",
     "bytes_in",
     "lists_of",
     "liveness",
@@ -91,10 +94,16 @@ class RankList(NamedTuple):
 def lists_of(program: Program) -> list[RankList]:
     """What each rank runs that may hold other values than others; one without a mesh."""
     if program.runtime is None:
-        return [_listed(program)]
+        return [_listed(as_run(program))]
     donated = donated_inputs(program)
-    ranks = program.runtime.ranks(_in_execution_order(program), direct=True)
+    ranks = program.runtime.ranks(_in_execution_order(with_updates(program)), direct=True)
     return [_of_rank(rank, donated) for rank in ranks]
+
+
+def as_run(program: Program) -> Program:
+    """The program with the operations that generated code runs: its updates, in copies."""
+    program = with_updates(program)
+    return replace(program, graph=in_copies(program.graph) or program.graph)
 
 
 def liveness_of_ranks(program: Program) -> list[Liveness]:
@@ -174,6 +183,8 @@ def _declared(program: Program) -> Results:
 
     def results(node: fx.Node) -> Any:
         val: Any = VAL.get(node)
+        if bases := written_operands(node):
+            return list(bases)
         source = sum_so_far(node) or base_of(node)
 
         def one(x: Any, item: int = 0) -> Any:

@@ -35,6 +35,7 @@ from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import split
 from torchard.functional.reports.text import value_text
 from torchard.functional.torch_internals.operators import aten, c10d
+from torchard.functional.updates.merging import with_updates
 
 __all__ = ["Holder", "Memory", "memory_of"]
 
@@ -171,6 +172,7 @@ class Memory:
 
 def memory_of(program: Program) -> Memory:
     """The memory of a program; of a pipeline, that of the rank that holds most."""
+    program = with_updates(program)
     lives = liveness_of_ranks(program)
     number = max(range(len(lives)), key=lambda rank: lives[rank].peak)
     live, donated = lives[number], donated_inputs(program)

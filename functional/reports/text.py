@@ -25,6 +25,7 @@ from torchard.functional.programs.tags import (
     VAL,
 )
 from torchard.functional.remat.liveness import writes_of
+from torchard.functional.updates.merging import with_updates
 
 __all__ = ["program_text"]
 
@@ -79,9 +80,17 @@ _FLAGS: tuple[Tag[Any], ...] = (RECOMPUTE, RESIDUAL, OFFLOAD, CUT)
 
 def _notes(node: fx.Node, written: bool) -> list[str]:
     said = [(tag.name, tag.get(node)) for tag in _MARKS]
-    marks = [f"{name}={value}" for name, value in said if value not in (None, "forward")]
+    marks = [f"{name}={_mark(value)}" for name, value in said if value not in (None, "forward")]
     flags = [tag.name for tag in _FLAGS if tag.get(node)] + ["in place"] * written
     return [str(SOURCE.get(node) or ""), " ".join([*marks, *flags])]
+
+
+def _mark(value: Any) -> str:
+    """A tag's value; those of several results once, if they are equal."""
+    if type(value) is not tuple:
+        return str(value)
+    each = list(map(str, value))
+    return each[0] if len(set(each)) == 1 else f"({', '.join(each)})"
 
 
 def _leaf(leaf: Leaf) -> str:
@@ -100,6 +109,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def program_text(program: Program) -> str:
     """A line for every node: its name, operation, shape, source line and tags; and if it is in place."""
+    program = with_updates(program)
     leaves, rows, writes = iter(program.inputs), [], writes_of(program)
     for node in program.graph.nodes:
         shown = value_text(VAL.get(node))

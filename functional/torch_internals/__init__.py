@@ -29,12 +29,14 @@ with needed():
     from torchard.functional.torch_internals.accessors import (
         fakes,
         modules,
+        multi_tensor,
         optional,
         single_level,
         tensors,
     )
     from torchard.functional.torch_internals.accessors.fakes import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.modules import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.multi_tensor import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.optional import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.single_level import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.tensors import *  # noqa: F403
@@ -50,6 +52,7 @@ with needed():
 __all__: list[str] = []
 __all__ += fakes.__all__
 __all__ += modules.__all__
+__all__ += multi_tensor.__all__
 __all__ += optional.__all__
 __all__ += single_level.__all__
 __all__ += tensors.__all__

@@ -45,11 +45,13 @@ __all__ = [
     "has_modes",
     "no_function_modes",
     "no_modes",
+    "records_operations",
     "unpatched",
 ]
 
 require(torch._C, "_len_torch_function_stack", "_len_torch_dispatch_stack", "DisableTorchFunction")
 require(torch._C, "_dispatch_tls_is_dispatch_key_excluded", "DispatchKey")
+require(torch._C, "_get_dispatch_mode", "_TorchDispatchModeKey")
 require(torch._C, "_SetExcludeDispatchKeyGuard")
 require(torch._C.DispatchKey, "Python", "Conjugate", "Negative", "ZeroTensor")
 require(torch._C, "TensorBase")
@@ -153,6 +155,11 @@ _TORCHS = {id(function) for named in _NAMED.values() for function in named.value
 def has_modes() -> bool:
     """Whether a dispatch mode (a tracer, a fake mode) is active."""
     return bool(torch._C._len_torch_dispatch_stack())
+
+
+def records_operations() -> bool:
+    """Whether a tracer is active, which needs to see operations that have derivatives."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def dispatch_is_excluded() -> bool:

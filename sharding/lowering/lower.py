@@ -21,6 +21,7 @@ from torchard.functional.programs.running_sums import added_product, sum_so_far
 from torchard.functional.programs.tagging import Tags, inherited_tags, put
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, RUNNING, SHAPE, STEP, VAL
 from torchard.functional.torch_internals.operators import aten
+from torchard.functional.updates.kernels import Update
 from torchard.sharding.layouts.collective_ops import Send
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.reshard import ReshardStep
@@ -357,9 +358,10 @@ class Lowering:
         self.env[node] = parts
 
     def _local(self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords) -> Any:
-        empty = empty_shard_result(call, outs, at, self.mesh.shape, self.emit.full)
-        if empty is not None:
-            return empty
+        if not isinstance(node.target, Update):  # whose parameters may be empty one by one
+            empty = empty_shard_result(call, outs, at, self.mesh.shape, self.emit.full)
+            if empty is not None:
+                return empty
 
         here = [self.env[o][LAYOUT.of(o).key(at)].get() for o in call.operands]
         args, kwargs = with_operands(node, here)

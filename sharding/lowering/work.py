@@ -19,7 +19,7 @@ from torchard.functional.costs.traffic import bytes_touched
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import AxisWork, Work
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
-from torchard.functional.remat.liveness import writes_of
+from torchard.functional.remat.liveness import as_run, writes_of
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.manual.manual_collectives import move_of
 from torchard.sharding.rules.blocks import MOVED_AS_BLOCKS
@@ -47,16 +47,18 @@ class Operation:
 
 def mesh_work(program: Program, mesh: Mesh) -> Work:
     """The work of an SPMD program."""
-    operations, writes = list(operations_of(program.graph, mesh)), writes_of(program)
+    runs = as_run(program)  # kernels do the same arithmetic, and touch less memory
+    operations, moving = (list(operations_of(p.graph, mesh)) for p in (program, runs))
+    writes = writes_of(runs)
     done = [flops_of(o.whole) * o.copies for o in operations]
-    touched = [bytes_touched(o.whole, writes.get(o.whole)) * o.copies for o in operations]
+    touched = [bytes_touched(o.whole, writes.get(o.whole)) * o.copies for o in moving]
     return Work(
         flops=sum(done),
         bytes=sum(touched),
         rank_flops=_busiest(operations, lambda o: flops_of(o.local)),
-        rank_bytes=_busiest(operations, lambda o: bytes_touched(o.local, writes.get(o.whole))),
+        rank_bytes=_busiest(moving, lambda o: bytes_touched(o.local, writes.get(o.whole))),
         axes=tuple(
-            AxisWork(axis, size, _part(done, operations, axis), _part(touched, operations, axis))
+            AxisWork(axis, size, _part(done, operations, axis), _part(touched, moving, axis))
             for axis, size in mesh.shape.items()
         ),
     )

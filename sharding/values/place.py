@@ -168,11 +168,9 @@ class MeshTensor(Operators):
 
     def _check(self) -> Facts:
         held, first = self._reading.now, self.parts[0]
-        if held is None or any(
-            tuple(p.shape) != shape for p, shape in zip(self.parts, held.shapes, strict=True)
-        ):
+        if held is None or tuple(part.shape for part in self.parts) != held.shapes:
             raise PlacementError(self._unreadable())
-        return Facts(torch.Size(Layout(held.dims).shape), first.dtype, first.device, held, self.parts)
+        return Facts(held.size, first.dtype, first.device, held, self.parts)
 
     def _unreadable(self) -> str:
         held = self._held

@@ -115,7 +115,12 @@ class MeshPlacement:
         """The shape of each part, without leading dims that vmap added."""
         return tuple(self._bare.local_shape(at, self.mesh.shape) for at in self.places)
 
-    @property
+    @functools.cached_property
+    def size(self) -> torch.Size:
+        """The global shape, without leading dims that vmap added."""
+        return torch.Size(self._bare.shape)
+
+    @functools.cached_property
     def _bare(self) -> Layout:
         """The layout without leading dims that vmap added."""
         return Layout(self.dims, self.pending, self.home)

@@ -73,6 +73,9 @@ def moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     given, made = tensors((args, kwargs)), tensors(out)
     if func.overloadpacket.__name__ in ("set_", "detach", "empty", "new_empty", "new_empty_strided"):
         return 0
+    if func.overloadpacket.__name__.startswith("_fused"):
+        bases = [x for tree_of in (args[0], *args[2:]) for x in tree_of]  # all but the gradients
+        return sum(map(size_of, [*given, *bases]))
     if is_mutable(func):
         changed = written(func.overloadpacket.__name__, args)
         others = [x for x in given if x is not args[0]]
