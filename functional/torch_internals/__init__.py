@@ -28,12 +28,14 @@ with needed():
     )
     from torchard.functional.torch_internals.accessors import (
         fakes,
+        graphs,
         modules,
         optional,
         single_level,
         tensors,
     )
     from torchard.functional.torch_internals.accessors.fakes import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.graphs import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.modules import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.optional import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.single_level import *  # noqa: F403
@@ -49,6 +51,7 @@ with needed():
 
 __all__: list[str] = []
 __all__ += fakes.__all__
+__all__ += graphs.__all__
 __all__ += modules.__all__
 __all__ += optional.__all__
 __all__ += single_level.__all__
