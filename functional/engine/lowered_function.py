@@ -76,7 +76,7 @@ def lower_until(program: Program, rewrites: Sequence[Rewrite], last: Stage) -> P
 def _ready(
     program: Program, rewrites: Sequence[Rewrite]
 ) -> tuple[Program, list[Pass], list[Pass]]:
-    """The program with loops and its stack, and the passes of the stack: until code is dead, and after."""
+    """The program with its loops and stack, and the stack's passes: until dead code goes, and after."""
     stack = stack_of(program, rewrites)
     early, late = ordered_passes(stack)
     return replace(_rolled(program, [*early, *late]), stack=stack), early, late

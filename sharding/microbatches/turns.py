@@ -1,10 +1,13 @@
 """The operations of an SPMD graph over microbatches, one microbatch after another, as one global graph.
 
 First come the operations that are the same for all microbatches, then each microbatch's operations in
-turn, which are those of the first again but for the slices that they read (``_again``), then the operations that need complete sums. So the values of one microbatch are dead when the next
+turn, then the operations that need complete sums. So the values of one microbatch are dead when the next
 begins, but for the running sums and the slices of results. Where the microbatches need a sum over all of
 them, such as the number of labels that count, a turn of their own computes it before, with all that it is
 computed from; it may have no product, since that is computed again.
+
+Only the first microbatch is lowered. The others have copies of its operations on slices of their own,
+except for operations that depend on which rows a microbatch has.
 """
 
 from __future__ import annotations
@@ -63,9 +66,9 @@ class _Turns(Lowering):
         self.turns = mesh.all_coords()
         self.made: list[fx.Node] = []
         self.running: dict[fx.Node, list[fx.Node]] = {}
-        # What the first microbatch has for a node, and what it emitted; the node of the current microbatch
-        # for a node of the first.
+        # What the first microbatch has for a node, and what was emitted for it, if others have copies.
         self.first: dict[fx.Node, tuple[list[Any], list[fx.Node] | None]] = {}
+        # What the current microbatch has in place of a node of the first.
         self.now: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> fx.Graph:

@@ -14,7 +14,7 @@ __all__ = ["ProgramGraph"]
 
 require(fx.Graph, "_target_to_str")
 
-# As `node.args = args` does, without fx.Node.__setattr__, which enters the node in its graph's table again.
+# As `node.args = args` does, without fx.Node.__setattr__, which enters the node in a table again.
 _set_args, _set_kwargs = (getattr(fx.Node, name).fset for name in ("args", "kwargs"))
 
 
