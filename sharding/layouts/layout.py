@@ -199,7 +199,7 @@ class Layout:
         """Every coordinate holds everything."""
         return _replicated(tuple(shape))
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
         return tuple(math.prod(s.size for s in dim) for dim in self.dims)

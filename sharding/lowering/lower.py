@@ -170,6 +170,8 @@ class Lowering:
         self.record: Any = None
         self.env: dict[fx.Node, dict[Key, Value]] = {}
         self.by_position = False
+        # What `distinct` has found, and for which coordinates, which keep their id.
+        self._distinct: dict[tuple[Any, ...], tuple[Sequence[Coords], list[Coords]]] = {}
         self.numbers = itertools.count()
         self.in_flight: list[Value] = []
         self.scattered: list[fx.Node] = []
@@ -208,6 +210,12 @@ class Lowering:
 
     def distinct(self, layouts: Sequence[Layout]) -> list[Coords]:
         """One of the lowered coordinates for each distinct key over the axes of these layouts."""
+        key = id(self.coords), *layouts
+        if key not in self._distinct:
+            self._distinct[key] = self.coords, self._found(layouts)
+        return self._distinct[key][1]
+
+    def _found(self, layouts: Sequence[Layout]) -> list[Coords]:
         axes = sorted({a for layout in layouts for a in layout.axes})
         first: dict[Key, Coords] = {}
         for at in self.coords:

@@ -14,7 +14,7 @@ from torchard.functional.programs.flops import is_product
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.tagging import forget
 from torchard.functional.torch_internals import ProgramGraph
-from torchard.sharding.decompositions.decompose import comes_apart, decompose
+from torchard.sharding.decompositions.decompose import comes_apart, decompose, share_known
 from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
 from torchard.sharding.decompositions.group_owners import Owners, by_owner, products
 from torchard.sharding.decompositions.sorted_rows import in_blocks, sorts
@@ -400,4 +400,5 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     for node in graph.nodes:
         env[node] = new.node_copy(node, env.__getitem__)
         forget(env[node], CALL, RULE)
+    share_known(graph, new)
     return new, env
