@@ -39,7 +39,8 @@ def stage_specs(fn: Transformed, *args: Any, specs: Any = None, **kwargs: Any) -
 
     Raises:
         SpecError: ``specs`` is not a prefix of the first argument.
-        PipelineError, AccumulateError: as for a call of ``fn``.
+        PipelineError, AccumulateError: as for a call of ``fn``; that an operation needs the entire batch is
+            noticed by a call only.
 
     >>> import torch, torchard as ta
     >>> def mlp(params, x):

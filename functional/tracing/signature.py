@@ -299,7 +299,8 @@ def specs_of_arguments(arguments: Arguments) -> list[TensorSpec]:
 
 def global_signature(arguments: Arguments) -> Hashable:
     """A key that is equal for calls with the same trace, wherever their arguments are placed."""
-    parts: Any = list(arguments.key)
+    key: Any = arguments.key
+    parts = list(key)
     for i, spec in zip(arguments.traced, specs_of_arguments(arguments), strict=True):
         parts[i + 1] = spec
     return tuple(parts), internals.level_kinds()
