@@ -39,8 +39,8 @@ def stage_specs(fn: Transformed, *args: Any, specs: Any = None, **kwargs: Any) -
 
     Raises:
         SpecError: ``specs`` is not a prefix of the first argument.
-        PipelineError, AccumulateError: as for a call of ``fn``; that an operation needs the entire batch is
-            noticed by a call only.
+        PipelineError, AccumulateError: as for a call of ``fn``; but only a call notices that an operation
+            needs the entire batch.
 
     >>> import torch, torchard as ta
     >>> def mlp(params, x):
