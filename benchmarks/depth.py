@@ -9,6 +9,7 @@ planned, matched and compiled once.
     python benchmarks/depth.py --budget           a budget of peak memory, half way from the least, too
     python benchmarks/depth.py --compile          the first call of the compiled step of a small GPT, too
     python benchmarks/depth.py --steady           steps of 12 layers with loops beside steps without
+    python benchmarks/depth.py --first            first calls of small steps on two simulated ranks
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from torchard import (
     nn,
     optim,
     parallelize,
+    pipeline,
     place,
     policies,
     random,
@@ -51,6 +53,7 @@ from torchard import (
     scope,
     shard,
     stack,
+    stage_specs,
 )
 from torchard.functional.loops import equal_layers
 from torchard.functional.torch_internals import FakeTensorMode
@@ -212,6 +215,51 @@ def compiled_anew(model: str, way: str, layers: int) -> float:
     return float(run.stdout.split()[-1])
 
 
+MEMORY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "eager": {"backend": "eager", "donate_argnums": (0, 1)},
+    "planned": {"backend": "eager", "donate_argnums": (0, 1), "memory": "planned"},
+}
+FIRST = {"pipeline": "pp", "data parallel": "dp", "fully sharded": "dp", "tensor parallel": "tp"}
+
+
+def first_call(way: str, jitted: str, layers: int) -> float:
+    """The seconds from a step and plain tensors to the results of the first call, on two ranks.
+
+    They include `stage_specs`, placement and the optimizer's state. The ranks are simulated in one
+    process, so that twice the work of one is lowered and run.
+    """
+    model = gpt(replace(TINY, layers=layers), False, "cpu")
+    mesh, batch = Mesh({FIRST[way]: 2}, virtual=True), tokens(model, "cpu")
+    train = functools.partial(step, model.loss)
+
+    def run() -> None:
+        by_name, rows = optree.tree_map(lambda _: P(), model.params), P()
+        if way == "pipeline":
+            how = {"stages": "block/*", "microbatches": 4, "batch": (None, None, 0)}
+            call = pipeline(train, mesh, "pp", **how)
+            by_name = stage_specs(call, model.params, INIT(model.params), batch)
+        else:
+            if way != "data parallel":
+                by_name = model.specs(mesh.shape)
+            rows = P() if way == "tensor parallel" else P("dp")
+            out = by_name, optim.AdamState(P(), by_name, by_name), P()
+            call = shard(train, mesh, out_specs=out)
+        if MEMORY[jitted]:
+            call = jit(call, **MEMORY[jitted])
+        params = place(model.params, mesh, by_name)
+        call(params, INIT(params), place(batch, mesh, rows))
+
+    return seconds(run)
+
+
+def first_call_anew(way: str, jitted: str, layers: int) -> float:
+    """The same, in a process of its own, after torch's tracer is imported, which takes a second."""
+    command = [sys.executable, "-W", "ignore", __file__, "--first-call-of", way, jitted, str(layers)]
+    run = subprocess.run(command, env=dict(os.environ), check=True, capture_output=True, text=True)
+    return float(run.stdout.split()[-1])
+
+
 def steady(size: train_gpt.Size, backend: str, rounds: int = 20) -> str:
     """Steps of the list of layers with loops and without, in turns: medians, and their ratio."""
     model = gpt(size, False, "cpu")
@@ -246,7 +294,23 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--steady", action="store_true", help="compare steps with loops and without")
     parser.add_argument("--first-call", nargs=3, help="compile a step once: model, way, layers")
+    parser.add_argument("--first", action="store_true", help="measure first calls of small steps")
+    parser.add_argument("--first-call-of", nargs=3, help="one of them: way, jit, layers")
     given = parser.parse_args()
+    if given.first_call_of:
+        way, jitted, layers = given.first_call_of
+        FakeTensorMode()
+        print(first_call(way, jitted, int(layers)))
+        return
+    if given.first:
+        print("seconds to the end of the first call, width 64, 4 and 12 layers; medians of three")
+        for way in FIRST:
+            for jitted in MEMORY:
+                times = [
+                    statistics.median(first_call_anew(way, jitted, n) for _ in range(3)) for n in (4, 12)
+                ]
+                print(f"{way:16}{jitted:9}" + "".join(f"{t:9.2f}" for t in times), flush=True)
+        return
     if given.first_call:
         name_of, way, layers = given.first_call
         print(compiled(MODELS[name_of](replace(TINY, layers=int(layers)), way == "repeat", "cpu")))

@@ -25,7 +25,7 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.locks import Lock
 from torchard.functional.engine.lowered_function import width
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.execution.binding import Compiling
+from torchard.functional.execution.binding import BoundLater, Compiling
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.donated import donated_parts, own
 from torchard.functional.execution.failures import compiled_failed
@@ -138,13 +138,9 @@ class Compile(Rewrite):
 
     def bind(self, program: Program) -> Bound:
         """The compiled program, from the runtime's graph of it if there is a runtime."""
-        generated = (
-            compiled(program.graph, program.name, donated_parts(program))
-            if program.runtime is None
-            else program.runtime.bind(program)
-        )
         if self.backend == "eager" and not self.planned:
-            return generated
+            return _generated(program)
+        generated = BoundLater(lambda: _generated(program))
         if self.planned and program.runtime is None:
             return self._planned(program.copy().graph, generated, program)
         module = _flat_module(program)
@@ -197,6 +193,13 @@ class Compile(Rewrite):
         whole = _Compiled(module, generated, self.backend, progress, program.collectives)
         whole.donated = donated
         return whole
+
+
+def _generated(program: Program) -> Bound:
+    """The program as Python code."""
+    if program.runtime is not None:
+        return program.runtime.bind(program)
+    return compiled(program.graph, program.name, donated_parts(program))
 
 
 def _flat_module(program: Program) -> fx.GraphModule | None:

@@ -10,10 +10,12 @@ from torch import fx
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.placed import is_placed
-from torchard.functional.engine.transformed import Transformed
+from torchard.functional.engine.transformed import Transformed, lowered_until
+from torchard.functional.programs.program import Stage
 from torchard.functional.tracing.signature import paths_of
 from torchard.sharding.layouts.tags import CHUNK
 from torchard.sharding.pipelining.homes import Home
+from torchard.sharding.planning.canonicalize import prepare
 from torchard.sharding.values.spec import P
 from torchard.sharding.values.spectree import broadcast
 
@@ -37,7 +39,8 @@ def stage_specs(fn: Transformed, *args: Any, specs: Any = None, **kwargs: Any) -
 
     Raises:
         SpecError: ``specs`` is not a prefix of the first argument.
-        PipelineError, AccumulateError: as for a call of ``fn``.
+        PipelineError, AccumulateError: as for a call of ``fn``; but only a call notices that an operation
+            needs the entire batch.
 
     >>> import torch, torchard as ta
     >>> def mlp(params, x):
@@ -51,7 +54,8 @@ def stage_specs(fn: Transformed, *args: Any, specs: Any = None, **kwargs: Any) -
     >>> ta.stage_specs(step, params, ta.ShapeDtype((4, 8)), specs={"gain": ta.P(), "layers": ta.P("tp")})
     {'gain': P().at(pp=0), 'layers': [P('tp').at(pp=0), P('tp').at(pp=1)]}
     """
-    program = fn.lower(*args, **kwargs)
+    program = lowered_until(fn, Stage.CUT, args, kwargs).copy()
+    prepare(program.graph)  # what only the shape is read of is not used there
     homes = {
         leaf.path: _used_at(node)
         for leaf, node in zip(program.inputs, program.placeholders, strict=True)

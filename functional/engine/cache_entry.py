@@ -17,7 +17,7 @@ from torchard.functional.engine.lowered_function import LoweredFunction
 from torchard.functional.guards.environment import Environment
 from torchard.functional.programs.program import Free, Leaf, Program, Rewrite
 from torchard.functional.tracing.autograd_state import autograd_of
-from torchard.functional.tracing.signature import Arguments, Known
+from torchard.functional.tracing.signature import Arguments, Known, global_signature
 from torchard.functional.tracing.strided_inputs import strided_inputs
 from torchard.functional.tracing.trace_state import Closure
 
@@ -31,16 +31,25 @@ _kind = attrgetter("shape", "dtype")
 
 
 class CacheEntry:
-    """The cache entry of one signature: the lowered function, and the environment it was traced in."""
+    """The cache entry of one signature: the lowered function, and the environment it was traced in.
+
+    Args:
+        traced: the program before rewrites annotated it as ``base``.
+        values: the closed-over values.
+    """
 
     def __init__(
         self,
         fn: Callable[..., Any],
+        traced: Program,
         base: Program,
         rewrites: tuple[Rewrite, ...],
         arguments: Arguments,
         paths: list[str],
+        values: Sequence[Any],
     ) -> None:
+        self.traced = traced
+        self.signature = global_signature(arguments)
         self.lowered = LoweredFunction(base, rewrites)
         self._inlined: LoweredFunction | None = None
         self._known: Known | None = None
@@ -53,7 +62,7 @@ class CacheEntry:
         self.environment = environment_of(fn, arguments)
         # The closed-over values, and the state of the environment when they were read.
         self.last_read: tuple[object, list[Any]] = (None, [])
-        self.kinds = [_kind(closure.value) for closure in base.closures]
+        self.kinds = [*map(_kind, values)]
         starts = [f"args[{n}]" for r in rewrites for n in r.donate_argnums]
         self.donated = [i for i in arguments.traced if is_under(paths[i], starts)]
         ends = accumulate(self.lowered.widths, initial=0)

@@ -30,6 +30,7 @@ from torchard.functional.programs.program import (
     Placement,
     Program,
     Rewrite,
+    Stage,
     ordered_passes,
 )
 from torchard.functional.programs.tags import KERNEL, VAL
@@ -41,7 +42,7 @@ from torchard.functional.tracing.inner_gradients import note_replayed
 from torchard.functional.tracing.purify import replay
 from torchard.functional.tracing.trace_state import active
 
-__all__ = ["Halves", "LoweredFunction", "lower", "stack_of"]
+__all__ = ["Halves", "LoweredFunction", "lower", "lower_until", "stack_of"]
 
 Parts = Sequence[torch.Tensor]
 
@@ -57,14 +58,28 @@ def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
 
     Rewrites that the stack, nested transforms or placed inputs ask for are applied too.
     """
-    stack = stack_of(program, rewrites)
-    early, late = ordered_passes(stack)
-    program = replace(_rolled(program, [*early, *late]), stack=stack)
+    program, early, late = _ready(program, rewrites)
     program = applied(_without_dead_code(applied(program, early)), late)
     outputs = tuple(
         replace(leaf, tag=None) if isinstance(leaf.tag, Free) else leaf for leaf in program.outputs
     )
     return replace(program, outputs=outputs, stack=())
+
+
+@without_garbage()
+def lower_until(program: Program, rewrites: Sequence[Rewrite], last: Stage) -> Program:
+    """Apply the passes of a stack of rewrites up to a stage, before which no dead code is removed."""
+    program, early, _ = _ready(program, rewrites)
+    return applied(program, [one for one in early if one.stage <= last])
+
+
+def _ready(
+    program: Program, rewrites: Sequence[Rewrite]
+) -> tuple[Program, list[Pass], list[Pass]]:
+    """The program with its loops and stack, and the stack's passes: until dead code goes, and after."""
+    stack = stack_of(program, rewrites)
+    early, late = ordered_passes(stack)
+    return replace(_rolled(program, [*early, *late]), stack=stack), early, late
 
 
 def _rolled(program: Program, passes: Sequence[Pass]) -> Program:
@@ -190,7 +205,8 @@ class LoweredFunction:
         self, program: Program, constants: Sequence[torch.Tensor]
     ) -> Callable[[Parts], list[torch.Tensor]]:
         opaque = is_opaque(self.base)
-        bound = _Replay(program, opaque) if self.inline else bind(program)
+        with without_garbage():
+            bound = _Replay(program, opaque) if self.inline else bind(program)
         if not constants:
             return bound
 

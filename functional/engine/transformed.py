@@ -24,22 +24,28 @@ from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpre
 from torchard.functional.engine.autograd_functions import call
 from torchard.functional.engine.cache_entry import CacheEntry, environment_of, is_under
 from torchard.functional.engine.donation import give_up
-from torchard.functional.engine.lowered_function import stack_of
+from torchard.functional.engine.lowered_function import lower_until, stack_of
 from torchard.functional.engine.retraces import TraceRecord, retraced
 from torchard.functional.loops.call import is_opaque, loop_calls
 from torchard.functional.loops.rolled import rolled, straight_line
-from torchard.functional.programs.program import Pass, Program, Rewrite, ordered_passes
+from torchard.functional.programs.program import Pass, Program, Rewrite, Stage, ordered_passes
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.unrolled import unrolled, unrolled_for
 from torchard.functional.reports.lowered import Lowered
 from torchard.functional.tracing.autograd_state import autograd_of
-from torchard.functional.tracing.signature import Arguments, Known, paths_of, read
+from torchard.functional.tracing.signature import (
+    Arguments,
+    Known,
+    global_signature,
+    paths_of,
+    read,
+)
 from torchard.functional.tracing.stand_ins import stand_ins
 from torchard.functional.tracing.strided_inputs import check_memory, pass_on
-from torchard.functional.tracing.trace_call import trace_call
+from torchard.functional.tracing.trace_call import placed_as, trace_call
 from torchard.functional.tracing.trace_state import TraceState, active, called
 
-__all__ = ["Transformed"]
+__all__ = ["Transformed", "lowered_until"]
 
 AnyRewrite = Rewrite | ValueRewrite
 
@@ -290,24 +296,44 @@ class Transformed(Wrapper):
         if not self._reads_grad_mode:
             self._reads_grad_mode = environment_of(self.fn, arguments).reads_grad_mode
         grad_mode = torch.is_grad_enabled() or not self._reads_grad_mode
-        program = trace_call(self.fn, arguments, paths, grad_mode=grad_mode)
-        self._reads_autograd |= program.reads_autograd
-        for change in self.rewrites:
-            if isinstance(change, ValueRewrite):
-                opaque = is_opaque(program)
-                if change.changes_operations:
-                    program = straight_line(program)
-                program = interpreted(program, change, opaque)
+        shared = self._traced_elsewhere(arguments)
+        if shared is not None:
+            traced, values = shared
+        else:
+            traced = trace_call(self.fn, arguments, paths, grad_mode=grad_mode)
+            self._reads_autograd |= traced.reads_autograd
+            for change in self.rewrites:
+                if isinstance(change, ValueRewrite):
+                    opaque = is_opaque(traced)
+                    if change.changes_operations:
+                        traced = straight_line(traced)
+                    traced = interpreted(traced, change, opaque)
+            values = [closure.value for closure in traced.closures]
         rewrites = tuple(r for r in self.rewrites if isinstance(r, Rewrite))
+        program = traced
         for rewrite in rewrites:
             program = _annotated(program, rewrite)
         self._warn_of_unrolling(program, rewrites)
-        entry = CacheEntry(self.fn, program, rewrites, arguments, paths)
-        self._count(TraceRecord.of(entry, arguments.key, paths))
-        values = [closure.value for closure in program.closures]
+        entry = CacheEntry(self.fn, traced, program, rewrites, arguments, paths, values)
+        record = TraceRecord.of(entry, arguments.key, paths)
+        if shared is None:
+            self._count(record)
         for closure in program.closures:
             closure.let_go()
         return entry, values
+
+    def _traced_elsewhere(self, arguments: Arguments) -> tuple[Program, list[Any]] | None:
+        """The trace of an inspected call that differs in where arguments are placed, and the values
+        that it closes over; None if there is no such call."""
+        if not self._inspected or self._reads_grad_mode or self._reads_autograd or active():
+            return None
+        signature = global_signature(arguments)
+        for entry in reversed(self._inspected.values()):
+            if entry.signature == signature:
+                values = entry.closures(self.fn, arguments)
+                if values is not None:
+                    return placed_as(entry.traced, arguments), values
+        return None
 
     def _count(self, trace: TraceRecord) -> None:
         """Count a trace, and warn of too many."""
@@ -330,6 +356,14 @@ class Transformed(Wrapper):
         self._unrolls = unrolling is not None
         if unrolling is not None and unrolling.remedy:
             warnings.warn(unrolled_for(unrolling, loops[0]), UnrolledLoopWarning, 5)
+
+
+def lowered_until(
+    fn: Transformed, last: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Program:
+    """The program for these arguments after the passes up to a stage, as `Transformed.lower` has it."""
+    lowered = fn._entry(read(args, kwargs), args, kwargs, inspecting=True)[0].lowered
+    return lower_until(lowered.base, lowered.rewrites, last)
 
 
 def _check_passes(rewrite: Rewrite) -> None:

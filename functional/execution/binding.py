@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
 from torchard.functional.execution.codegen import compiled
+from torchard.functional.programs.graphs import without_garbage
 from torchard.functional.programs.program import Bound, Program
 from torchard.functional.updates.merging import with_updates
 
-__all__ = ["Compiling", "bind"]
+__all__ = ["BoundLater", "Compiling", "bind"]
 
 
 class Compiling(ABC):
@@ -23,6 +25,22 @@ class Compiling(ABC):
     @abstractmethod
     def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run it."""
+
+
+class BoundLater:
+    """A bound program that is made when it is first called, since it may never be."""
+
+    def __init__(self, make: Callable[[], Bound]) -> None:
+        self._make = make
+
+    @cached_property
+    def _bound(self) -> Bound:
+        with without_garbage():
+            return self._make()
+
+    def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run it."""
+        return self._bound(parts)
 
 
 def bind(program: Program) -> Bound:

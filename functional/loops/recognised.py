@@ -46,6 +46,7 @@ from torchard.functional.programs.markers import (
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import Tag, Tags, forget, inherit, put
 from torchard.functional.programs.tags import FRAMES, LOOP, SCOPE, SEGMENTS, VAL
+from torchard.functional.torch_internals import ProgramGraph
 
 __all__ = ["recognised"]
 
@@ -75,7 +76,7 @@ class _Rolling:
 
 class _Recognised:
     def __init__(self, old: fx.Graph, found: Sequence[EqualLayers]) -> None:
-        self.old, self.new = old, fx.Graph()
+        self.old, self.new = old, ProgramGraph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.of = owners(found)
         self.rolling: dict[EqualLayers, _Rolling] = {}

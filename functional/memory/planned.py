@@ -20,6 +20,7 @@ from torchard.functional.memory.plan import (
 )
 from torchard.functional.memory.planned_code import is_poisoned
 from torchard.functional.memory.tape import Unplannable
+from torchard.functional.programs.graphs import without_garbage
 from torchard.functional.programs.program import Bound
 
 __all__ = ["Planned", "PlannedHalves"]
@@ -41,7 +42,8 @@ class _Plans(Generic[P]):
             with self._lock:
                 if key not in self._known:
                     try:
-                        self._known[key] = make()
+                        with without_garbage():
+                            self._known[key] = make()
                     except Unplannable:
                         self._known[key] = None
         return self._known[key]

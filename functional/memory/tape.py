@@ -114,6 +114,7 @@ class Recorder:
 
     def __init__(self, fakes: Any, steps: list[Step]) -> None:
         self.fakes, self.steps = fakes, steps
+        self.known = internals.KnownResults(fakes)
 
     def call(self, function: Any, label: Label, *args: Any, **kwargs: Any) -> Any:
         """Compute a function, and record that."""
@@ -123,7 +124,7 @@ class Recorder:
             value = tuple(args[0])
         else:
             with self.fakes:
-                value = function(*args, **kwargs)
+                value = self._result(function, args, kwargs)
         several = isinstance(value, (tuple, list))
         items = value if several else [value]
         if any(isinstance(item, (tuple, list)) for item in items):
@@ -131,6 +132,11 @@ class Recorder:
         results = tuple(item if isinstance(item, torch.Tensor) else None for item in items)
         self.steps.append(Step(function, args, kwargs, results, several, label))
         return value
+
+    def _result(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(function, internals.OpOverload):
+            return function(*args, **kwargs)
+        return self.known.run(function, args, kwargs, lambda op, *given, **named: op(*given, **named))[0]
 
     def row_of(self, stacked: torch.Tensor, i: int) -> torch.Tensor:
         """A row of stacked values."""

@@ -22,6 +22,7 @@ from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.records import Record, Records, Work
 from torchard.functional.programs.tagging import Tag
 from torchard.functional.programs.tags import APART, COLLECTIVE, LOOP, USE, VAL
+from torchard.functional.torch_internals import ProgramGraph
 
 __all__ = [
     "FREE",
@@ -550,7 +551,7 @@ class Program:
 
     def copy(self) -> Program:
         """A copy whose graph and tags may be changed without changing this one."""
-        graph = fx.Graph()
+        graph = ProgramGraph()
         env: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             env[node] = graph.node_copy(node, env.__getitem__)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.tags import LOOP, RUNNING, VAL
+from torchard.functional.torch_internals import ProgramGraph
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["added_product", "in_place", "sum_so_far"]
@@ -58,7 +59,7 @@ def in_place(graph: fx.Graph) -> fx.Graph | None:
     if not found:
         return None
     copies: dict[fx.Node, fx.Node] = {}
-    written = fx.Graph()
+    written = ProgramGraph()
     out = written.graph_copy(graph, copies)
     for node in graph.nodes:
         if node.op == "output":

@@ -251,7 +251,9 @@ def inherit(node: fx.Node, like: fx.Node, same: Same = "place") -> None:
     'act'
     """
     meta = like.meta
-    node.meta = {name: meta[name] for name in _SHARED[same] if name in meta}
+    inherited = {name: meta[name] for name in _SHARED[same] if name in meta}
+    node.meta.clear()  # assigning to an attribute of a node takes longer
+    node.meta.update(inherited)
 
 
 def stand_for(node: fx.Node, old: fx.Node) -> None:

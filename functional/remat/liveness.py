@@ -29,8 +29,12 @@ from torchard.functional.programs.unrolled import has_loops
 from torchard.functional.programs.views import base_of, handed_value, storage_of
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import halves_of
+<<<<<<< HEAD
 from torchard.functional.updates.in_place import in_copies, written_operands
 from torchard.functional.updates.merging import with_updates
+=======
+from torchard.functional.torch_internals import ProgramGraph
+>>>>>>> first
 
 __all__ = [
     "RankList",
@@ -127,7 +131,7 @@ def _in_execution_order(program: Program) -> Program:
     if not program.is_joint:
         return program
     program = with_loop_residuals(program)
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = ProgramGraph(), dict[fx.Node, fx.Node]()
     forward = set(halves_of(program)[0])
     for node in (*program.placeholders, *order_of(program), program.graph.output_node()):
         copies[node] = graph.node_copy(node, copies.__getitem__)

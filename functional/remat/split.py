@@ -21,6 +21,7 @@ from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import HALVES, LOOP, RECOMPUTE, RESIDUAL
 from torchard.functional.programs.views import forward_offloads, is_tuple, is_view, needed_by
+from torchard.functional.torch_internals import ProgramGraph
 
 __all__ = ["JointCut", "Saved", "Split", "halves_of", "spans_of", "split"]
 
@@ -251,7 +252,7 @@ def _residual_leaf(program: Program, node: fx.Node) -> Leaf:
 
 
 def _forward(program: Program, cut: JointCut, values: list[fx.Node]) -> Program:
-    graph = fx.Graph()
+    graph = ProgramGraph()
     env: dict[fx.Node, fx.Node] = {}
     wanted = needed_by([*cut.outputs, *values])
     inputs = []
@@ -279,7 +280,7 @@ def _forward(program: Program, cut: JointCut, values: list[fx.Node]) -> Program:
 def _backward(
     program: Program, cut: JointCut, residuals: list[fx.Node], nodes: list[fx.Node]
 ) -> Program:
-    graph = fx.Graph()
+    graph = ProgramGraph()
     env: dict[fx.Node, fx.Node] = {}
     inputs = []
     for node in residuals:

@@ -28,6 +28,7 @@ with needed():
     )
     from torchard.functional.torch_internals.accessors import (
         fakes,
+        graphs,
         modules,
         multi_tensor,
         optional,
@@ -35,6 +36,7 @@ with needed():
         tensors,
     )
     from torchard.functional.torch_internals.accessors.fakes import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.graphs import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.modules import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.multi_tensor import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.optional import *  # noqa: F403
@@ -51,6 +53,7 @@ with needed():
 
 __all__: list[str] = []
 __all__ += fakes.__all__
+__all__ += graphs.__all__
 __all__ += modules.__all__
 __all__ += multi_tensor.__all__
 __all__ += optional.__all__

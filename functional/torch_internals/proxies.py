@@ -36,6 +36,7 @@ from torch.fx.traceback import has_preserved_node_meta
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.torch_internals import zero_tangents
 from torchard.functional.torch_internals.accessors.fakes import KnownResults
+from torchard.functional.torch_internals.accessors.graphs import ProgramGraph
 from torchard.functional.torch_internals.accessors.required import require
 from torchard.functional.torch_internals.accessors.tensors import OpOverload
 from torchard.functional.torch_internals.functorch_levels import base_tensor, forward_ad_active
@@ -220,7 +221,7 @@ def proxying(
     make_fx itself calls ``fx.Tracer.trace``, which patches nn.Module for the whole process and does not
     accept another tracer.
     """
-    tracer.graph = fx.Graph(tracer_cls=type(tracer))
+    tracer.graph = ProgramGraph(tracer_cls=type(tracer))
     tracer.root = torch.nn.Module()
     tracer.tensor_attrs = {}
     device = inputs[0].device if inputs else torch.device("cpu")

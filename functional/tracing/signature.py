@@ -22,7 +22,15 @@ from torchard.functional.tracing.settings import Settings
 from torchard.functional.tracing.stand_ins import stand_ins
 from torchard.functional.tracing.tensor_lifting import is_weak
 
-__all__ = ["Arguments", "Known", "ShapeDtype", "paths_of", "read", "specs_of_arguments"]
+__all__ = [
+    "Arguments",
+    "Known",
+    "ShapeDtype",
+    "global_signature",
+    "paths_of",
+    "read",
+    "specs_of_arguments",
+]
 
 
 @dataclass(frozen=True)
@@ -287,6 +295,15 @@ def specs_of_arguments(arguments: Arguments) -> list[TensorSpec]:
     """The spec of each traced leaf."""
     batched = internals.VMAP in internals.level_kinds()
     return [_spec(arguments.leaves[i], batched) for i in arguments.traced]
+
+
+def global_signature(arguments: Arguments) -> Hashable:
+    """A key that is equal for calls with the same trace, wherever their arguments are placed."""
+    key: Any = arguments.key
+    parts = list(key)
+    for i, spec in zip(arguments.traced, specs_of_arguments(arguments), strict=True):
+        parts[i + 1] = spec
+    return tuple(parts), internals.level_kinds()
 
 
 def _spec(leaf: Any, batched: bool) -> TensorSpec:

@@ -28,7 +28,7 @@ from torchard.functional.tracing.settings import Settings
 from torchard.functional.tracing.signature import Arguments, specs_of_arguments
 from torchard.functional.tracing.trace_state import Closure, active
 
-__all__ = ["OutTree", "trace_call"]
+__all__ = ["OutTree", "placed_as", "trace_call"]
 
 
 def trace_call(
@@ -88,6 +88,13 @@ def _outputs(paths: Sequence[str], recording: Recording) -> tuple[Leaf, ...]:
     places = {node: i for i, node in enumerate(recording.graph.find_nodes(op="placeholder"))}
     of = [None if primal is None else places.get(primal) for primal in recording.primals]
     return tuple(Leaf(path, FREE, "output", i) for path, i in zip(paths, of, strict=True))
+
+
+def placed_as(program: Program, arguments: Arguments) -> Program:
+    """The program of a call with the same trace, whose arguments are placed as these."""
+    placed = [_tag(leaf) for leaf in arguments.values]
+    given = [replace(leaf, tag=tag) for leaf, tag in zip(program.inputs, placed, strict=False)]
+    return replace(program, inputs=(*given, *program.inputs[len(given) :]))
 
 
 def _tag(leaf: Any) -> Any:

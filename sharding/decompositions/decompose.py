@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -20,7 +21,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.programs.constants import is_zero
-from torchard.functional.programs.graphs import output_values, with_operands
+from torchard.functional.programs.graphs import frozen, output_values, with_operands
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.tagging import Tag, forget, inherit, put, stand_for
 from torchard.functional.programs.tags import APART, USE, VAL
@@ -41,7 +42,14 @@ from torchard.sharding.layouts.tags import CALL, PART_OF
 from torchard.sharding.rules import Call, lookup
 from torchard.sharding.rules.registry import result_index, results
 
-__all__ = ["comes_apart", "decompose", "replaced_by", "same_call", "stand_in"]
+__all__ = [
+    "comes_apart",
+    "decompose",
+    "replaced_by",
+    "same_call",
+    "share_known",
+    "stand_in",
+]
 
 
 _OF_SEVERAL = (aten.cat.default,)  # which can be decomposed all the same
@@ -82,14 +90,40 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
     entry = DECOMPOSITIONS.get(node.target)
     if isinstance(entry, Checked):
         entry.check(node)
-    ways = _decompositions(node.target, parts)
-    traced = next((t for way in ways if (t := _trace(way, node, operands)) is not None), None)
-    if traced is None:
+    known, key = _known.setdefault(graph, {}), _key(node, operands, parts)
+    for i, way in enumerate(_decompositions(node.target, parts)):
+        if (key, i) not in known:
+            known[key, i] = _trace(way, node, operands)
+        traced = known[key, i]
+        if traced is not None and _same_results(traced, node) and not _is_itself(traced, node):
+            break
+    else:
         return []
+    assert traced is not None
     with graph.inserting_before(node):
         pieces, outputs = _inline(graph, traced, operands, node)
     _replace(graph, node, outputs)
     return pieces
+
+
+# The decompositions of the operations of a graph: equal ones, as those of equal layers, are traced once.
+_known: WeakKeyDictionary[fx.Graph, dict[Hashable, fx.Graph | None]] = WeakKeyDictionary()
+
+
+def share_known(graph: fx.Graph, copy: fx.Graph) -> None:
+    """Let a copy of a graph share its decompositions."""
+    _known[copy] = _known.setdefault(graph, {})
+
+
+def _key(node: fx.Node, operands: Sequence[fx.Node], parts: Parts | None) -> Hashable:
+    """All that the decomposition of an operation depends on."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: _OPERAND)
+    specs = tuple(TensorSpec.of(VAL.of(o)) for o in operands)
+    blocks = frozen(parts) if node.target in NEIGHBOURS else None
+    return node.target, frozen(args), frozen(kwargs), specs, blocks
+
+
+_OPERAND = ("operand",)
 
 
 def replaced_by(
@@ -133,9 +167,7 @@ def _trace(
         program = purify(program, ())
     except PurityError:  # for example, it reads a value
         return None
-    if program.closures or not _same_results(program.graph, node) or _is_itself(program.graph, node):
-        return None
-    return program.graph
+    return None if program.closures else program.graph
 
 
 def _writes_for_good(node: fx.Node) -> bool:

@@ -166,7 +166,7 @@ def _refine_empty(dim: Dim, factors: tuple[int, ...]) -> tuple[Dim, ...] | None:
     return tuple((Sub(f),) for f in factors)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """The layout of a value.
 
@@ -187,12 +187,19 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
+    def __eq__(self, other: object) -> bool:  # often called, nearly always with the same object
+        if self is other:
+            return True
+        if not isinstance(other, Layout) or self._hash != other._hash:
+            return False
+        return (self.dims, self.pending, self.home) == (other.dims, other.pending, other.home)
+
     @staticmethod
     def replicated(shape: Sequence[int]) -> Layout:
         """Every coordinate holds everything."""
         return _replicated(tuple(shape))
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
         return tuple(math.prod(s.size for s in dim) for dim in self.dims)

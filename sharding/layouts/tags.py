@@ -77,7 +77,7 @@ LOWERED: Tag[Any] = declare(
     "lowered",
     "the function that lowers the node, where its factor rule does not determine that",
     written_by="lowering/lower_manual, lowering/windows",
-    read_by="lowering/lower",
+    read_by="lowering/lower, microbatches/turns",
     follows="call",
 )
 

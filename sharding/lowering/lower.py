@@ -20,6 +20,7 @@ from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.running_sums import added_product, sum_so_far
 from torchard.functional.programs.tagging import Tags, inherited_tags, put
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, RUNNING, SHAPE, STEP, VAL
+from torchard.functional.torch_internals import ProgramGraph
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.updates.kernels import Update
 from torchard.sharding.layouts.collective_ops import Send
@@ -32,7 +33,7 @@ from torchard.sharding.rules.blocks import Piece
 from torchard.sharding.scheduling.collectives import record_of
 from torchard.sharding.values.mesh import Mesh
 
-__all__ = ["Emitter", "Fetch", "Lowering", "Transport", "Value"]
+__all__ = ["Emitter", "Fetch", "Lowering", "Transport", "Value", "axes_of", "result_layouts"]
 
 Coords = dict[str, int]
 Key = tuple[int, ...]
@@ -130,10 +131,12 @@ class _Local:
         return list(layout.local_shape(self._coords, self._low.mesh.shape))
 
     def result_range(self, dim: int) -> range:
+        self._low.by_position = True
         layout = result_layouts(self._call.node)[0]
         return layout.local_range(dim, self._coords, self._low.mesh.shape)
 
     def operand_range(self, operand: int, dim: int) -> range:
+        self._low.by_position = True
         layout: Layout = LAYOUT.of(self._call.operands[operand])
         return layout.local_range(dim, self._coords, self._low.mesh.shape)
 
@@ -152,17 +155,24 @@ def result_layouts(node: fx.Node) -> tuple[Layout, ...]:
 
 
 class Lowering:
-    """Lowers one SPMD graph for some coordinates (all of them, or this process's own)."""
+    """Lowers one SPMD graph for some coordinates (all of them, or this process's own).
+
+    Attributes:
+        by_position: set as soon as what is emitted depends on a coordinate's ranges of indices.
+    """
 
     def __init__(
         self, graph: fx.Graph, mesh: Mesh, coords: Sequence[Coords], transport: Transport
     ) -> None:
         self.spmd, self.mesh, self.coords, self.transport = graph, mesh, coords, transport
-        self.graph = fx.Graph()
+        self.graph = ProgramGraph()
         self.emit = Emitter(self.graph)
         # The plan's record of the collective being lowered.
         self.record: Any = None
         self.env: dict[fx.Node, dict[Key, Value]] = {}
+        self.by_position = False
+        # What `distinct` has found, and for which coordinates, which keep their id.
+        self._distinct: dict[tuple[Any, ...], tuple[Sequence[Coords], list[Coords]]] = {}
         self.numbers = itertools.count()
         self.in_flight: list[Value] = []
         self.scattered: list[fx.Node] = []
@@ -201,6 +211,12 @@ class Lowering:
 
     def distinct(self, layouts: Sequence[Layout]) -> list[Coords]:
         """One of the lowered coordinates for each distinct key over the axes of these layouts."""
+        key = id(self.coords), *layouts
+        if key not in self._distinct:
+            self._distinct[key] = self.coords, self._found(layouts)
+        return self._distinct[key][1]
+
+    def _found(self, layouts: Sequence[Layout]) -> list[Coords]:
         axes = sorted({a for layout in layouts for a in layout.axes})
         first: dict[Key, Coords] = {}
         for at in self.coords:
@@ -332,7 +348,7 @@ class Lowering:
         assert isinstance(source, fx.Node) and isinstance(position, int)
         layout: Layout = LAYOUT.of(node)
         parts: dict[Key, Value] = {}
-        axes = _axes_of(source)
+        axes = axes_of(source)
         for at in self.distinct(result_layouts(source)):
             value = self.env[source][tuple(at[a] for a in axes)].get()
             if layout.key(at) in parts:
@@ -349,7 +365,7 @@ class Lowering:
         call = Call.of(node)
         outs = result_layouts(node)
         layouts = [*(LAYOUT.of(o) for o in call.operands), *outs]
-        axes = _axes_of(node)
+        axes = axes_of(node)
         parts: dict[Key, Value] = {}
         for at in self.distinct(layouts):
             key = tuple(at[a] for a in axes)
@@ -377,5 +393,6 @@ class Lowering:
         return result
 
 
-def _axes_of(node: fx.Node) -> list[str]:
+def axes_of(node: fx.Node) -> list[str]:
+    """The axes over which the tensors of a node are split or pending."""
     return sorted({a for layout in result_layouts(node) for a in layout.axes})

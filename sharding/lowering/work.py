@@ -20,6 +20,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import AxisWork, Work
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
 from torchard.functional.remat.liveness import as_run, writes_of
+from torchard.functional.torch_internals import ProgramGraph
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.manual.manual_collectives import move_of
 from torchard.sharding.rules.blocks import MOVED_AS_BLOCKS
@@ -80,7 +81,7 @@ def _part(each: Sequence[int], operations: Sequence[Operation], axis: str) -> fl
 
 def operations_of(graph: fx.Graph, mesh: Mesh) -> Iterator[Operation]:
     """The operations that compute; without collectives and moves of blocks and windows."""
-    local = fx.Graph()
+    local = ProgramGraph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         env[node] = local.node_copy(node, env.__getitem__)

@@ -22,6 +22,7 @@ from torchard.functional.programs.graphs import add_call, output_node, output_va
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import LAYOUT, PHASE, SOURCE, VAL
 from torchard.functional.programs.views import is_view
+from torchard.functional.torch_internals import ProgramGraph
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.decompositions.decompose import decompose
 from torchard.sharding.decompositions.sorted_rows import in_blocks, sorts
@@ -68,7 +69,7 @@ def _mark_behind(node: fx.Node, steps: int) -> Mark | None:
 class _Spread:
     def __init__(self, graph: fx.Graph, steps: int) -> None:
         self.old, self.sizes = graph, ((AXIS, steps),)
-        self.new = fx.Graph()
+        self.new = ProgramGraph()
         self.home: dict[fx.Node, Layout] = {}
         self.versions: dict[fx.Node, dict[Layout, fx.Node]] = {}
         self.tuples: dict[fx.Node, tuple[fx.Node, tuple[Layout, ...]]] = {}

@@ -5,6 +5,9 @@ turn, then the operations that need complete sums. So the values of one microbat
 begins, but for the running sums and the slices of results. Where the microbatches need a sum over all of
 them, such as the number of labels that count, a turn of their own computes it before, with all that it is
 computed from; it may have no product, since that is computed again.
+
+Only the first microbatch is lowered. The others have copies of its operations on slices of their own,
+except for operations that depend on which rows a microbatch has.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.collective_ops import AllGather, AllReduce, LocalSlice
 from torchard.sharding.layouts.layout import Dim, Layout
-from torchard.sharding.layouts.tags import CALL, GATHERED, MICROBATCH, RULE
-from torchard.sharding.lowering.lower import Emitter, Lowering, Value, result_layouts
+from torchard.sharding.layouts.tags import CALL, GATHERED, LOWERED, MICROBATCH, RULE
+from torchard.sharding.lowering.lower import Emitter, Lowering, Value, axes_of, result_layouts
 from torchard.sharding.lowering.simulated_transport import SimulatedTransport
 from torchard.sharding.microbatches.mark import AXIS
 from torchard.sharding.scheduling.collectives import op_of
@@ -63,6 +66,10 @@ class _Turns(Lowering):
         self.turns = mesh.all_coords()
         self.made: list[fx.Node] = []
         self.running: dict[fx.Node, list[fx.Node]] = {}
+        # What the first microbatch has for a node, and what was emitted for it, if others have copies.
+        self.first: dict[fx.Node, tuple[list[Any], list[fx.Node] | None]] = {}
+        # What the current microbatch has in place of a node of the first.
+        self.now: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> fx.Graph:
         for node in self.spmd.nodes:
@@ -75,6 +82,7 @@ class _Turns(Lowering):
             inside = self.loops.computed_for(ends)
             self._whole(source for node in inside for source in node.all_input_nodes)
             before = set(self.graph.nodes)
+            self.first = {}
             for at in self.turns:
                 self._turn(inside, at, awaited=ends is not self.loops.ends[-1])
             self.made += [node for node in self.graph.nodes if node not in before]
@@ -107,12 +115,41 @@ class _Turns(Lowering):
         Args:
             awaited: whether all microbatches wait for it, so that it is part of none of them.
         """
-        self.coords = [at]
+        self.coords, self.now = [at], {}
         for node in inside:
+            _, made = self.first.get(node, (None, None))
+            if made is not None:
+                self._again(node, made, at)
+                continue
             self._tag(node)
             if not awaited:
                 self.emit.tags = {**self.emit.tags, MICROBATCH: at[AXIS]}
+            self.emit.made, self.by_position = [], False
             self._emit(node, at)
+            self._note(node)
+
+    def _note(self, node: fx.Node) -> None:
+        """Note what the first microbatch emitted for a node, or which node another one has instead."""
+        values = [value.get() for value in self.env.get(node, {}).values()]
+        if node not in self.first:
+            again = not (self.by_position or STEP.on(node) or LOWERED.on(node))
+            self.first[node] = values, self.emit.made if again else None
+            return
+        pairs = zip(_nodes(self.first[node][0]), _nodes(values), strict=True)
+        self.now.update(pairs)
+
+    def _again(self, node: fx.Node, made: Sequence[fx.Node], at: dict[str, int]) -> None:
+        """Emit what the first microbatch emitted for a node, on the values of another one."""
+        for first in made:
+            copied = self.graph.node_copy(first, self._here)
+            if MICROBATCH.on(first):
+                MICROBATCH.set(copied, at[AXIS])
+            self.now[first] = copied
+        (value,) = self.first[node][0]
+        self.env[node] = {tuple(at[a] for a in axes_of(node)): Value(fx.map_arg(value, self._here))}
+
+    def _here(self, first: fx.Node) -> fx.Node:
+        return self.now.get(first, first)
 
     def _emit(self, node: fx.Node, at: dict[str, int]) -> None:
         if not STEP.on(node):
@@ -178,6 +215,13 @@ class _Turns(Lowering):
         return total
 
 
+def _nodes(values: Any) -> list[fx.Node]:
+    """The nodes in results, in order."""
+    found: list[fx.Node] = []
+    fx.map_arg(values, found.append)
+    return found
+
+
 def _pass_on(node: fx.Node, result: fx.Node) -> None:
     """Tag the result of a node's operation at one coordinate as the node is."""
     if result.target == node.target:
@@ -212,8 +256,11 @@ class _Emitter(Emitter):
     def __init__(self, graph: fx.Graph, fakes: Any) -> None:
         super().__init__(graph)
         self.fakes = fakes  # without which a value that has no operands would be a real one
+        self.made: list[fx.Node] = []  # of late
         self._known: dict[Hashable, Any] = {}
         self._alike: dict[Hashable, torch.Tensor] = {}
+        # The number of the kind of each value, by the value's id, and the value, which keeps its id.
+        self._kinds: dict[int, tuple[torch.Tensor, int]] = {}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if target is aten.contiguous.default:  # fit for ranks, but no operation of a program
@@ -222,8 +269,9 @@ class _Emitter(Emitter):
                 return node
             target, kwargs = aten.clone.default, {"memory_format": torch.contiguous_format}
         node = super().call(target, *args, **kwargs)
+        self.made.append(node)
         values, named = fx.map_arg((args, kwargs), VAL.of)
-        key = target, _identified(values), _identified(tuple(named.items()))
+        key = target, self._identified(values), self._identified(tuple(named.items()))
         if key not in self._known:
             with internals.no_modes(), torch.no_grad(), self.fakes:
                 self._known[key] = fx.node.map_aggregate(target(*values, **named), self._one_of)
@@ -235,14 +283,19 @@ class _Emitter(Emitter):
         if not isinstance(value, torch.Tensor):
             return value
         kind = value.shape, value.stride(), value.dtype, value.device
-        return self._alike.setdefault((kind, value.untyped_storage().nbytes()), value)
+        one = self._alike.setdefault((kind, value.untyped_storage().nbytes()), value)
+        self._kinds[id(value)] = value, id(one)
+        return one
 
-
-def _identified(value: Any) -> Hashable:
-    """Arguments as a key; values are compared by identity."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_identified, value))
-    return ("value", id(value)) if isinstance(value, torch.Tensor) else (type(value), value)
+    def _identified(self, value: Any) -> Hashable:
+        """Arguments as a key; values that are alike are equal."""
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._identified, value))
+        if not isinstance(value, torch.Tensor):
+            return type(value), value
+        if id(value) not in self._kinds:
+            self._one_of(value)
+        return "value", self._kinds[id(value)][1]
 
 
 class _Loops:

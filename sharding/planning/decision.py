@@ -60,6 +60,14 @@ class Given:
     contested: frozenset[str] = frozenset()
     machine: Machine = PLANNING
 
+    @property
+    def splits_nothing(self) -> bool:
+        """Whether every value is whole, so that each operation has one option."""
+        layouts = [known[0] for known in self.inputs.values() if not isinstance(known, int)]
+        layouts += [*filter(None, self.outputs), *self.constraints.values()]
+        free = self.relative or self.local or self.spread
+        return not free and all(layout.is_replicated for layout in layouts)
+
     def rank(self, rank: int, axis: str) -> int:
         """The rank of an input's shards along an axis."""
         return DERIVED if rank == BATCH and axis in self.contested else rank

@@ -13,7 +13,8 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.tagging import forget
-from torchard.sharding.decompositions.decompose import comes_apart, decompose
+from torchard.functional.torch_internals import ProgramGraph
+from torchard.sharding.decompositions.decompose import comes_apart, decompose, share_known
 from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
 from torchard.sharding.decompositions.group_owners import Owners, by_owner, products
 from torchard.sharding.decompositions.sorted_rows import in_blocks, sorts
@@ -68,6 +69,8 @@ def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     Rows that are sorted by group may be sorted in blocks, and be computed by the owners of groups. This
     may split products that otherwise every rank computes, which comes before costs.
     """
+    if given.splits_nothing:
+        return Plan(graph, given, propagate(graph, given, mesh.sizes, 1))
     ways = [(graph, given, _chosen(graph, given, mesh))]
     if blocked := _sorted_in_blocks(*ways[0], mesh):
         ways.append((*blocked, _chosen(*blocked, mesh)))
@@ -392,9 +395,10 @@ def _parts(homes: Sequence[Layout], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy of a graph, and the map from its nodes to the copy's."""
-    new = fx.Graph()
+    new = ProgramGraph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         env[node] = new.node_copy(node, env.__getitem__)
         forget(env[node], CALL, RULE)
+    share_known(graph, new)
     return new, env

@@ -15,6 +15,7 @@ from torch import fx
 from torchard.functional.programs.graphs import add_call, output_node, output_values, with_operands
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import LAYOUT, LOOP, STEP, VAL
+from torchard.functional.torch_internals import ProgramGraph
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.reshard import cost, plan
 from torchard.sharding.layouts.tags import CALL, GATHERED, RULE
@@ -34,7 +35,7 @@ def partition(graph: fx.Graph, given: Given, decision: LayoutDecision, sizes: Si
 class _Partition:
     def __init__(self, graph: fx.Graph, given: Given, decision: LayoutDecision, sizes: Sizes) -> None:
         self.old, self.given, self.decision, self.sizes = graph, given, decision, sizes
-        self.new = fx.Graph()
+        self.new = ProgramGraph()
         self.versions: dict[fx.Node, dict[Layout, fx.Node]] = {}
         self.tuples: dict[fx.Node, fx.Node] = {}
 
@@ -163,7 +164,7 @@ def _put_in_loop(node: fx.Node, user: fx.Node) -> None:
 
 def unpartition(graph: fx.Graph) -> fx.Graph:
     """The global graph of an SPMD graph, without its steps and layouts."""
-    new = fx.Graph()
+    new = ProgramGraph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if STEP.on(node):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,9 +29,10 @@ class Call:
         cached = CALL.get(node)
         if isinstance(cached, Call) and cached.node is node:
             return cached
-        operands = tuple(a for a in _tensor_args(node) if isinstance(_val(a), torch.Tensor))
-        ins = tuple(tuple(_val(a).shape) for a in operands)
-        call = Call(node, operands, ins, tuple(tuple(v.shape) for v in results(node)))
+        vals = [(a, val) for a in _tensor_args(node) if isinstance(val := _val(a), torch.Tensor)]
+        ins = tuple([tuple(val.shape) for _, val in vals])
+        outs = tuple([tuple(val.shape) for val in results(node)])
+        call = Call(node, tuple([a for a, _ in vals]), ins, outs)
         CALL.set(node, call)
         return call
 
@@ -69,16 +70,11 @@ def result_index(node: fx.Node) -> int:
     return sum(hasattr(v, "shape") for v in val[:position])
 
 
-def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:
-    def walk(value: Any) -> Iterator[fx.Node]:
-        if isinstance(value, fx.Node):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            for v in value:
-                yield from walk(v)
-
-    for value in (*node.args, *node.kwargs.values()):
-        yield from walk(value)
+def _tensor_args(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, in order; one that is given twice is listed twice."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 class Local(Protocol):

@@ -100,7 +100,8 @@ def _instantiate(entry: OpRule, call: Call) -> Rule | None:
     rule = instantiate(text, call.ins, call.outs) if isinstance(text, str) else text
     if any(r.dtype in _NOT_ADDED for r in results(call.node)):
         rule = _without_sums(rule)
-    return replace(rule, linear=tuple(g for g in rule.linear if not _counts_bools(call, g)))
+    linear = tuple(g for g in rule.linear if not _counts_bools(call, g))
+    return rule if linear == rule.linear else replace(rule, linear=linear)
 
 
 # Dtypes that torch moves and casts, but does not add.
