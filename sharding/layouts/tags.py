@@ -116,7 +116,7 @@ TURN: Tag[int] = declare(
     "turn",
     "the number of the layer in the backward, counted from the first that is differentiated",
     written_by="scheduling/gathers",
-    read_by="lowering/lower",
+    read_by="lowering/lower, scheduling/bucket",
 )
 OVER: Tag[tuple[int, ...]] = declare(
     "over",

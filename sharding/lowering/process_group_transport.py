@@ -62,7 +62,9 @@ class ProcessGroupTransport:
         if isinstance(message, fx.Node):
             return {step.after.key(at): Value(rank.p.close(message, at))}
         sent = message.send(message.buffer)
-        low.in_flight.append(rank.later(lambda: message.unpack(rank.channel.wait(sent))))
+        low.in_flight.append(
+            rank.later(lambda: message.unpack(message.arrived(rank.channel.wait(sent))))
+        )
         return {step.after.key(at): low.in_flight[-1]}
 
     def bucket(
@@ -97,15 +99,19 @@ class _Message:
         buffer: the values to send.
         send: issues the collective on a buffer.
         unpack: computes the result from the received buffer.
-        shape: the shape of the buffer; None if it cannot be concatenated with others.
-        copies: the number of buffers of this size that are received.
+        shape: the shape of a row of the buffer; None if it cannot be concatenated with others.
+        rows: the number of rows that are sent.
+        copies: the number of rows that are received.
+        arrived: what is computed of all that is received, before it is unpacked.
     """
 
     buffer: fx.Node
     send: Callable[[fx.Node], fx.Node]
     unpack: Callable[[fx.Node], fx.Node]
     shape: Sequence[int] | None = None
+    rows: int = 1
     copies: int = 1
+    arrived: Callable[[fx.Node], fx.Node] = lambda received: received
 
 
 def _merged(rank: _Rank, messages: Sequence[_Message | fx.Node | None]) -> Callable[[int], fx.Node]:
@@ -114,9 +120,10 @@ def _merged(rank: _Rank, messages: Sequence[_Message | fx.Node | None]) -> Calla
     parts = [(m, m.shape) for m in messages if isinstance(m, _Message) and m.shape is not None]
     assert len(parts) == len(messages), "only messages of one contiguous buffer can be merged"
     widths = [math.prod(shape) for _, shape in parts]
-    flat = [view(part.buffer, [n]) for (part, _), n in zip(parts, widths, strict=True)]
     first, _ = parts[0]
-    sent = first.send(call(aten.cat.default, flat, 0))
+    rows = [first.rows] if first.rows > 1 else []
+    flat = [view(part.buffer, [*rows, n]) for (part, _), n in zip(parts, widths, strict=True)]
+    sent = first.send(call(aten.cat.default, flat, len(rows)))
     done: list[fx.Node] = []
 
     def unpacked(run: fx.Node, part: _Message, shape: Sequence[int]) -> fx.Node:
@@ -128,7 +135,8 @@ def _merged(rank: _Rank, messages: Sequence[_Message | fx.Node | None]) -> Calla
     def finish(i: int) -> fx.Node:
         """Unpack all results at the first use, so that the buffer they arrived in can be freed."""
         if not done:
-            arrived = view(rank.channel.wait(sent), [first.copies, sum(widths)])
+            received = first.arrived(rank.channel.wait(sent))
+            arrived = view(received, [first.copies, sum(widths)])
             runs = call(aten.split_with_sizes.default, arrived, widths, 1)
             done.extend(
                 unpacked(call(operator.getitem, runs, j), *part) for j, part in enumerate(parts)
@@ -236,27 +244,29 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
             ]
             x = self.call(aten.cat.default, even, 0)
 
+        count, part = len(sizes), self.at_front(dim, widest)
+        x = self.p.low.emit.view(x, [count, math.prod(part)])
         by_exchange = self.val.device.type == "cpu"
-        if by_exchange:
-            x = self.p.low.emit.view(x, [len(sizes), math.prod(self.at_front(dim, widest))])
-            if self.val.dtype.is_complex:  # which gloo does not exchange
-                x = self.call(aten.view_as_real.default, x)
+        pairs = by_exchange and self.val.dtype.is_complex  # gloo does not exchange complex numbers
 
         def send(buffer: fx.Node) -> fx.Node:
-            if by_exchange:
-                each = [1] * len(sizes)
-                return self.channel.issue("all_to_all_single", buffer, each, each)
-            return self.channel.issue("reduce_scatter_tensor", buffer, op.reduction, len(sizes))
+            if not by_exchange:
+                return self.channel.issue("reduce_scatter_tensor", buffer, op.reduction, count)
+            x = self.call(aten.view_as_real.default, buffer) if pairs else buffer
+            return self.channel.issue("all_to_all_single", x, [1] * count, [1] * count)
 
-        def unpack(part: fx.Node) -> fx.Node:
-            if by_exchange:
-                part = reduced(self.call, part, self.val.dtype, op.reduction)
-                part = self.p.low.emit.view(part, self.at_front(dim, widest))
+        def arrived(received: fx.Node) -> fx.Node:
+            if not by_exchange:
+                return received
+            return reduced(self.call, received, self.val.dtype, op.reduction)
+
+        def unpack(received: fx.Node) -> fx.Node:
+            shard = self.p.low.emit.view(received, part)
             if own != widest:
-                part = self.p.slice(part, 0, 0, own)
-            return self.back(decode(part), dim)
+                shard = self.p.slice(shard, 0, 0, own)
+            return self.back(decode(shard), dim)
 
-        return _Message(x, send, unpack)
+        return _Message(x, send, unpack, [math.prod(part)], rows=count, arrived=arrived)
 
     # -- exchanges --------------------------------------------------------------------------------
 
@@ -277,7 +287,7 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
                 whole = self.p.cat(runs, 0)
             return self.back(decode(whole), dim)
 
-        return _Message(x, send, unpack, self.at_front(dim, widest), len(sizes))
+        return _Message(x, send, unpack, self.at_front(dim, widest), copies=len(sizes))
 
     def all_to_all(self, op: AllToAll) -> _Message:
         at, to = self.p.dim(op.at), self.p.dim(op.to)

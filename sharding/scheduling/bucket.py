@@ -18,12 +18,12 @@ from torch import fx
 from torchard.functional.programs.records import PerIteration
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, LOOP, PHASE, RECOMPUTE, VAL
-from torchard.sharding.layouts.collective_ops import AllReduce
-from torchard.sharding.layouts.tags import BUCKET
+from torchard.sharding.layouts.collective_ops import AllReduce, PsumScatter
+from torchard.sharding.layouts.tags import BUCKET, TURN
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.scheduling.collectives import Collective, op_of
 
-__all__ = ["Bucket", "first_use", "merge", "merge_reductions", "positions"]
+__all__ = ["Bucket", "first_use", "merge", "merge_reductions", "merge_scatters", "positions"]
 
 _LEAST_BYTES = 25 * 2**20  # splitting a smaller bucket gains nothing
 _MOST_CALLS = 4
@@ -47,9 +47,18 @@ def merge_reductions(graph: fx.Graph, limit: int | None = None) -> None:
     recomputed. A bucket sends at most `limit` bytes, unless a single value is larger; by default large
     programs make four calls per kind of value, so that most communication overlaps with the backward.
     """
+    _merge_kinds(graph, AllReduce, limit)
+
+
+def merge_scatters(graph: fx.Graph) -> None:
+    """Merge the psum_scatters of each layer's gradients, as all_reduces are merged."""
+    _merge_kinds(graph, PsumScatter, None)
+
+
+def _merge_kinds(graph: fx.Graph, reduces: type[AllReduce | PsumScatter], limit: int | None) -> None:
     kinds: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
-        if (key := _kind(node)) is not None:
+        if isinstance(op_of(node), reduces) and (key := _kind(node)) is not None:
             kinds.setdefault(key, []).append(node)
     for reductions in kinds.values():
         for members in list(_windows(graph, reductions, limit)):
@@ -60,13 +69,13 @@ def merge_reductions(graph: fx.Graph, limit: int | None = None) -> None:
 def _kind(node: fx.Node) -> object | None:
     """The key that members of a bucket must share; None for steps that are never merged."""
     op = op_of(node)
-    if node.op != "call_function" or not isinstance(op, AllReduce) or op.reduction != "sum":
+    if op is None or op.reduction != "sum":
         return None
     val: torch.Tensor = VAL.of(node)
     if val.dtype == torch.bool or RECOMPUTE.get(node):
         return None
     phase, home = PHASE.get(node, "forward"), LAYOUT.of(node).home
-    return op.axes, val.dtype, val.device, phase, home, LOOP.get(node)
+    return op.axes, val.dtype, val.device, phase, home, LOOP.get(node), TURN.get(node)
 
 
 def _windows(

@@ -23,7 +23,7 @@ from torchard.functional.programs.tags import PHASE, RECOMPUTE, STEP, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce, AllToAll, PsumScatter
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.updates import updated_inputs
-from torchard.sharding.scheduling.bucket import merge_reductions
+from torchard.sharding.scheduling.bucket import merge_reductions, merge_scatters
 from torchard.sharding.scheduling.collectives import op_of
 from torchard.sharding.scheduling.gathers import gather_again, gather_by_layer
 
@@ -89,6 +89,7 @@ def schedule(
     wait_late(graph)  # after moving users: all views of a merged result must follow it
     merge_reductions(graph, how.bucket_bytes)
     gather_by_layer(graph, layers, how.prefetch)
+    merge_scatters(graph)  # those of a layer, which its gathers delimit
 
 
 def issue_early(graph: fx.Graph) -> None:

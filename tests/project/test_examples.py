@@ -126,7 +126,7 @@ RECIPES = {
     "fsdp": {
         "forward all_gather dp": 2 + 1,  # the layer, what is around it, and positions by themselves
         "backward all_gather dp": 2,
-        "backward psum_scatter dp": 12 + 4,  # each gradient
+        "backward psum_scatter dp": 1 + 1,  # the layer with the embeddings, the head
         "forward all_reduce dp": 2,
     },
 }
@@ -188,7 +188,7 @@ PIPELINES = {
         | {
             "forward all_gather dp": 2 + 2 + 1,  # layers, the embedding on both stages, positions
             "backward all_gather dp": 2 + 1,
-            "backward psum_scatter dp": 2 * 12 + 4,  # each gradient once, not once a microbatch
+            "backward psum_scatter dp": 2 + 1,  # layers, the head; not once a microbatch
             "forward all_reduce dp": 2,
         },
     ),
@@ -230,4 +230,4 @@ def test_train_gpt_s_other_plans(load: Any, plan: str) -> None:
         if key.endswith("tp"):
             over_tp[key.replace("dp·tp", "tp")] += count
     assert over_tp == RECIPES["tp"]
-    assert (found["backward psum_scatter dp"] > 8) == (plan == "fsdp+tp")
+    assert (found["backward psum_scatter dp"] > 0) == (plan == "fsdp+tp")

@@ -96,7 +96,7 @@ def test_a_host_dies_and_the_job_goes_on(
     kept = str(tmp_path / "kept")
     saving = ["--out", str(tmp_path), "--save", kept]
     # Halfway through the backward of the fourth step.
-    failing = ["--fail", "kill", "--fail-at", "3", "--fail-after", "15"]
+    failing = ["--fail", "kill", "--fail-at", "3", "--fail-after", "7"]
     codes, texts = ran(hosts, tmp_path, *saving, *failing)
     assert codes[0] > 0 and codes[1] > 0, texts
     assert re.search(rf"lost the others: rank 0 was in step 4 of 6, waiting for {SENT}", texts[0])
@@ -146,7 +146,7 @@ def stored(path: Path) -> list[torch.Tensor]:
 
 def test_the_cable_is_cut(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Both ranks are in the middle of a step, and neither hears of the other again."""
-    pausing = ["--fail", "pause", "--fail-at", "3", "--fail-after", "15"]
+    pausing = ["--fail", "pause", "--fail-at", "3", "--fail-after", "7"]
     args = script(*pausing, "--timeout", str(TIMEOUT), "--out", str(tmp_path))
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
     with contextlib.ExitStack() as stack:
