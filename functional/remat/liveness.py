@@ -29,12 +29,9 @@ from torchard.functional.programs.unrolled import has_loops
 from torchard.functional.programs.views import base_of, handed_value, storage_of
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import halves_of
-<<<<<<< HEAD
+from torchard.functional.torch_internals import ProgramGraph
 from torchard.functional.updates.in_place import in_copies, written_operands
 from torchard.functional.updates.merging import with_updates
-=======
-from torchard.functional.torch_internals import ProgramGraph
->>>>>>> first
 
 __all__ = [
     "RankList",
