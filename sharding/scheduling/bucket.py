@@ -40,25 +40,30 @@ class Bucket(PerIteration):
         return replace(self)
 
 
-def merge_reductions(graph: fx.Graph, limit: int | None = None) -> None:
+def merge_reductions(graph: fx.Graph, limit: int | None = None, apart: bool = True) -> None:
     """Merge all_reduces none of whose results is used before the last of them can be issued.
 
     This holds for gradients; an activation, used at once, never waits for another, nor does one that is
     recomputed. A bucket sends at most `limit` bytes, unless a single value is larger; by default large
     programs make four calls per kind of value, so that most communication overlaps with the backward.
+
+    Args:
+        apart: whether what the forward reduces, as the loss, is sent apart from the backward's.
     """
-    _merge_kinds(graph, AllReduce, limit)
+    _merge_kinds(graph, AllReduce, limit, apart)
 
 
 def merge_scatters(graph: fx.Graph) -> None:
     """Merge the psum_scatters of each layer's gradients, as all_reduces are merged."""
-    _merge_kinds(graph, PsumScatter, None)
+    _merge_kinds(graph, PsumScatter, None, True)
 
 
-def _merge_kinds(graph: fx.Graph, reduces: type[AllReduce | PsumScatter], limit: int | None) -> None:
+def _merge_kinds(
+    graph: fx.Graph, reduces: type[AllReduce | PsumScatter], limit: int | None, apart: bool
+) -> None:
     kinds: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
-        if isinstance(op_of(node), reduces) and (key := _kind(node)) is not None:
+        if isinstance(op_of(node), reduces) and (key := _kind(node, apart)) is not None:
             kinds.setdefault(key, []).append(node)
     for reductions in kinds.values():
         for members in list(_windows(graph, reductions, limit)):
@@ -66,7 +71,7 @@ def _merge_kinds(graph: fx.Graph, reduces: type[AllReduce | PsumScatter], limit:
                 merge(members, members[-1])
 
 
-def _kind(node: fx.Node) -> object | None:
+def _kind(node: fx.Node, apart: bool) -> object | None:
     """The key that members of a bucket must share; None for steps that are never merged."""
     op = op_of(node)
     if op is None or op.reduction != "sum":
@@ -74,7 +79,7 @@ def _kind(node: fx.Node) -> object | None:
     val: torch.Tensor = VAL.of(node)
     if val.dtype == torch.bool or RECOMPUTE.get(node):
         return None
-    phase, home = PHASE.get(node, "forward"), LAYOUT.of(node).home
+    phase, home = PHASE.get(node, "forward") if apart else "", LAYOUT.of(node).home
     return op.axes, val.dtype, val.device, phase, home, LOOP.get(node), TURN.get(node)
 
 

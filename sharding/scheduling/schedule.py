@@ -19,7 +19,7 @@ from torch import fx
 from torchard.functional.core.arguments import check_fields, written
 from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tags import PHASE, RECOMPUTE, STEP, VAL
+from torchard.functional.programs.tags import LOOP, PHASE, RECOMPUTE, STEP, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce, AllToAll, PsumScatter
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.updates import updated_inputs
@@ -30,6 +30,8 @@ from torchard.sharding.scheduling.gathers import gather_again, gather_by_layer
 __all__ = ["Schedule", "schedule"]
 
 _EARLY = (AllReduce, PsumScatter, AllToAll)
+_FEW = 1024  # elements of what is awaited for long
+_CHEAP = 16  # operations
 
 
 @written("Schedule(prefetch=2)")
@@ -84,12 +86,46 @@ def schedule(
     """
     graph = program.graph
     gather_again(graph, layers, batch)
+    count_first(graph)
     issue_early(graph)
     update_last(program)
     wait_late(graph)  # after moving users: all views of a merged result must follow it
-    merge_reductions(graph, how.bucket_bytes)
+    merge_reductions(graph, how.bucket_bytes, apart=_is_split(program))
     gather_by_layer(graph, layers, how.prefetch)
     merge_scatters(graph)  # those of a layer, which its gathers delimit
+
+
+def count_first(graph: fx.Graph) -> None:
+    """Move small reductions of inputs, as the count of a batch's targets, to the beginning.
+
+    The ranks would otherwise wait for one another at the loss.
+    """
+    last = _last_placeholder(graph)
+    for node in list(graph.nodes):
+        if _is_sum(node) and VAL.of(node).numel() <= _FEW:
+            for needed in _cheap_operands(node):
+                last.append(needed)
+                last = needed
+
+
+def _cheap_operands(node: fx.Node) -> list[fx.Node]:
+    """The operations that a value depends on, operands first, if they are few and cheap; else none."""
+    found, stack = {node: None}, [node]
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if operand.op == "placeholder" or operand in found:
+                continue
+            dear = STEP.on(operand) or is_product(operand) or RECOMPUTE.get(operand)
+            if dear or operand.op != "call_function" or LOOP.on(operand) or len(found) > _CHEAP:
+                return []
+            found[operand] = None
+            stack.append(operand)
+    return [] if LOOP.on(node) or RECOMPUTE.get(node) else sorted(found)
+
+
+def _is_split(program: Program) -> bool:
+    """Whether the program will be split into forward and backward: gradients are taken outside of it."""
+    return any(leaf.role == "cotangent" for leaf in program.inputs)
 
 
 def issue_early(graph: fx.Graph) -> None:
