@@ -9,6 +9,7 @@ import torch
 
 from torchard.functional.core.arguments import checked
 from torchard.functional.engine.transformed import Transformed
+from torchard.functional.machines.machine import Machine
 from torchard.sharding.scheduling.precision import check_reduce_dtype
 from torchard.sharding.scheduling.schedule import Schedule
 from torchard.sharding.shard_rewrite import Shard
@@ -30,6 +31,7 @@ def shard(
     rules: AxisRules | None = None,
     reduce_dtype: torch.dtype | None = None,
     schedule: Schedule | None = None,
+    machine: Machine | None = None,
     check_replicated: bool = True,
 ) -> Transformed:
     """Run a function that is written for global arrays on a mesh.
@@ -50,6 +52,8 @@ def shard(
         reduce_dtype: the dtype in which narrower floats are summed over ranks; None sums in their own
             dtype.
         schedule: how far ahead parameters are gathered, and how gradients are merged; see `Schedule`.
+        machine: the machine by whose rates gradients are merged, the same on all ranks. None: on CPUs
+            one core of a host for each rank and gloo between them, else an H100 of one host.
         check_replicated: compare plain tensors across ranks by checksum when they are first used.
 
     Returns:
@@ -91,5 +95,6 @@ def shard(
         rules=None if rules is None else Rules.of(rules, mesh),
         reduce_dtype=reduce_dtype,
         schedule=schedule,
+        machine=machine,
     )
     return Transformed(fn, (rewrite,))

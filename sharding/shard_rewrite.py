@@ -11,6 +11,8 @@ from torch import fx
 
 from torchard.functional.core.scope_frames import Frame
 from torchard.functional.loops.call import in_bodies
+from torchard.functional.machines.machine import Machine
+from torchard.functional.machines.presets import default
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.program import FREE, Leaf, Pass, Program, Rewrite, Stage
 from torchard.functional.programs.tags import LAYOUT, NAME, VAL
@@ -65,9 +67,11 @@ class Shard(Rewrite):
         rules: Rules | None = None,
         reduce_dtype: torch.dtype | None = None,
         schedule: Schedule | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
         self.reduce_dtype, self.schedule = reduce_dtype, schedule or Schedule()
+        self.machine = machine or default(default_device(mesh).type)
         self.check_replicated, self.warned = check_replicated, set[str]()
         self.constraints, self.fn, self.rules = constraints, fn, rules
 
@@ -79,7 +83,7 @@ class Shard(Rewrite):
 
     def _key(self) -> tuple[Any, ...]:
         specs = tuple(None if s is None else id(s) for s in (self.in_specs, self.out_specs))
-        settings = (self.check_replicated, self.rules, self.reduce_dtype, self.schedule)
+        settings = (self.check_replicated, self.rules, self.reduce_dtype, self.schedule, self.machine)
         return self.mesh, specs, self.constraints, settings
 
     def __eq__(self, other: object) -> bool:
@@ -201,7 +205,7 @@ class Shard(Rewrite):
                 layers[node] = layer_of(leaf.path)
             elif rank == BATCH:
                 batch |= set(layout.split_axes)
-        schedule(program, self.schedule, layers, batch)
+        schedule(program, self.schedule, layers, batch, self.machine, self.mesh.sizes)
         return program
 
     def inline(self, program: Program) -> Program:
@@ -228,6 +232,7 @@ class Shard(Rewrite):
             check_replicated=self.check_replicated,
             reduce_dtype=self.reduce_dtype,
             schedule=self.schedule,
+            machine=self.machine,
         )
         return replace(copied, outputs=plain, asks=(*copied.asks, rewrite))
 

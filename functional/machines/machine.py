@@ -84,6 +84,9 @@ class Machine:
                 'a rate for "float32", which other dtypes have by default.'
             )
 
+    def __hash__(self) -> int:  # its rates are mappings, which have no hash
+        return hash(self.name)
+
     def rate(self, dtype: str) -> float:
         """FLOPs per second of products in a dtype; of one that is not known, those of float32."""
         return self.flops.get(dtype, self.flops["float32"])

@@ -55,7 +55,6 @@ _CORE = Machine(
     launch=5e-6,
     memory=4 * 2**30,
     link=Link(1e9, 400e-6),
-    overlaps=False,
     source="AMD EPYC 9654 data sheet, 2022; gloo between processes of a host",
 )
 
@@ -70,7 +69,10 @@ PLANNING = Machine(
 
 
 def default(device_type: str) -> Machine:
-    """The machine by which choices are made on a type of device, unless another is given."""
+    """The machine by which choices are made on a type of device, unless another is given.
+
+    On CPUs ranks are cores of one host, and send by gloo; otherwise they are H100s of one host.
+    """
     return _CORE if device_type == "cpu" else _H100
 
 

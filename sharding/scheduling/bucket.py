@@ -7,26 +7,31 @@ the transport at once. After PyTorch's DistributedDataParallel (Li et al. 2020, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.records import PerIteration
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, LOOP, PHASE, RECOMPUTE, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce, PsumScatter
+from torchard.sharding.layouts.layout import Sizes
 from torchard.sharding.layouts.tags import BUCKET, TURN
 from torchard.sharding.planning.aliases import is_alias
+from torchard.sharding.scheduling.by_time import Buckets, fastest
 from torchard.sharding.scheduling.collectives import Collective, op_of
 
 __all__ = ["Bucket", "first_use", "merge", "merge_reductions", "merge_scatters", "positions"]
 
 _LEAST_BYTES = 25 * 2**20  # splitting a smaller bucket gains nothing
 _MOST_CALLS = 4
+_LITTLE = 1000  # how often what goes with a large value has room in a bucket
 
 
 @dataclass(eq=False, frozen=True)
@@ -40,35 +45,59 @@ class Bucket(PerIteration):
         return replace(self)
 
 
-def merge_reductions(graph: fx.Graph, limit: int | None = None, apart: bool = True) -> None:
+def merge_reductions(
+    graph: fx.Graph, machine: Machine, sizes: Sizes, limit: int | None = None, apart: bool = True
+) -> None:
     """Merge all_reduces none of whose results is used before the last of them can be issued.
 
     This holds for gradients; an activation, used at once, never waits for another, nor does one that is
-    recomputed. A bucket sends at most `limit` bytes, unless a single value is larger; by default large
-    programs make four calls per kind of value, so that most communication overlaps with the backward.
+    recomputed. A bucket sends at most `limit` bytes, unless a single value is larger; by default as many
+    as let the program end first on the machine (`by_time.py`), and a quarter of a large program's.
 
     Args:
         apart: whether what the forward reduces, as the loss, is sent apart from the backward's.
     """
-    _merge_kinds(graph, AllReduce, limit, apart)
+    for patient in _kinds(graph, AllReduce, apart):
+        at = positions(graph)
+        uses = {node: first_use(node, at) for node in patient}
+        split = functools.partial(_windows, at, uses, patient)
+        most = _most(patient) if limit is None else limit
+        buckets = split(most) if limit else fastest(split, most, uses, graph, machine, sizes)
+        _merge_all(buckets)
 
 
 def merge_scatters(graph: fx.Graph) -> None:
     """Merge the psum_scatters of each layer's gradients, as all_reduces are merged."""
-    _merge_kinds(graph, PsumScatter, None, True)
+    for patient in _kinds(graph, PsumScatter, True):
+        at = positions(graph)
+        uses = {node: first_use(node, at) for node in patient}
+        _merge_all(_windows(at, uses, patient, _most(patient)))
 
 
-def _merge_kinds(
-    graph: fx.Graph, reduces: type[AllReduce | PsumScatter], limit: int | None, apart: bool
-) -> None:
+def _merge_all(buckets: Buckets) -> None:
+    for members in buckets:
+        if len(members) > 1:
+            merge(members, members[-1])
+
+
+def _most(steps: Sequence[fx.Node]) -> int:
+    """The most bytes of a bucket, which needs memory of its own."""
+    return max(_LEAST_BYTES, math.ceil(sum(map(_bytes, steps)) / _MOST_CALLS))
+
+
+def _kinds(
+    graph: fx.Graph, reduces: type[AllReduce | PsumScatter], apart: bool
+) -> list[list[fx.Node]]:
+    """Reductions that may share a bucket, without those whose result is used before the next is ready."""
     kinds: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
         if isinstance(op_of(node), reduces) and (key := _kind(node, apart)) is not None:
             kinds.setdefault(key, []).append(node)
-    for reductions in kinds.values():
-        for members in list(_windows(graph, reductions, limit)):
-            if len(members) > 1:
-                merge(members, members[-1])
+    at = positions(graph)
+    # The last one waits for no other, but others may wait for it.
+    waiting = [zip(each, [*(at[n] for n in each[1:]), 0], strict=True) for each in kinds.values()]
+    patient = [[n for n, after in each if first_use(n, at) >= after] for each in waiting]
+    return [each for each in patient if len(each) > 1]
 
 
 def _kind(node: fx.Node, apart: bool) -> object | None:
@@ -84,25 +113,21 @@ def _kind(node: fx.Node, apart: bool) -> object | None:
 
 
 def _windows(
-    graph: fx.Graph, steps: Sequence[fx.Node], limit: int | None
-) -> Iterator[list[fx.Node]]:
-    """Groups of consecutive collectives, each ready before the first result of its group is used."""
-    at = positions(graph)
-    uses = [first_use(node, at) for node in steps]
-    # The last one waits for no other, but others may wait for it.
-    ready = [*(at[node] for node in steps[1:]), 0]
-    patient = [(n, use) for n, use, after in zip(steps, uses, ready, strict=True) if use >= after]
-    if limit is None:
-        limit = max(_LEAST_BYTES, math.ceil(sum(_bytes(n) for n, _ in patient) / _MOST_CALLS))
-    run: list[fx.Node] = []
-    deadline, held = math.inf, 0
-    for node, use in patient:
-        if run and (at[node] > deadline or held + _bytes(node) > limit):
-            yield run
-            run, deadline, held = [], math.inf, 0
-        run.append(node)
-        deadline, held = min(deadline, use), held + _bytes(node)
-    yield run
+    at: dict[fx.Node, float], uses: dict[fx.Node, float], steps: Sequence[fx.Node], limit: int
+) -> list[list[fx.Node]]:
+    """Groups of consecutive collectives, each ready before the first result of its group is used.
+
+    What is next to nothing, as a loss, goes with a value that is too large for others.
+    """
+    windows: list[list[fx.Node]] = []
+    deadline, held = -math.inf, 0
+    for node in steps:
+        if at[node] > deadline or (held + _bytes(node) > limit and _LITTLE * held >= limit):
+            windows.append([])
+            deadline, held = math.inf, 0
+        windows[-1].append(node)
+        deadline, held = min(deadline, uses[node]), held + _bytes(node)
+    return windows
 
 
 def _bytes(node: fx.Node) -> int:
@@ -143,6 +168,7 @@ def _record(members: Sequence[fx.Node]) -> None:
     first = records[0]
     merged = replace(
         first,
+        phase=records[-1].phase,
         shape=(sum(math.prod(r.shape) for r in records),),
         bytes=sum(r.bytes for r in records),
         scope=_common([r.scope for r in records]),

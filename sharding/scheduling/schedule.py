@@ -18,9 +18,11 @@ from torch import fx
 
 from torchard.functional.core.arguments import check_fields, written
 from torchard.functional.costs.flops import is_product
+from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import LOOP, PHASE, RECOMPUTE, STEP, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce, AllToAll, PsumScatter
+from torchard.sharding.layouts.layout import Sizes
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.updates import updated_inputs
 from torchard.sharding.scheduling.bucket import merge_reductions, merge_scatters
@@ -43,7 +45,8 @@ class Schedule:
         prefetch: how many layers ahead of its use a layer's split parameters are gathered. Each layer
             ahead holds one more gathered layer in memory; 0 gathers at the first use, without overlap.
         bucket_bytes: the maximum number of bytes in one merged all_reduce of gradients; a larger
-            gradient is sent by itself. None: 25 MiB, or a quarter of all gradients if that is more.
+            gradient is sent by itself. None: what is fastest on the machine, at most 25 MiB, or a quarter
+            of all gradients if that is more.
 
     Raises:
         ValueError: a negative distance, or an empty bucket.
@@ -78,11 +81,17 @@ class Schedule:
 
 
 def schedule(
-    program: Program, how: Schedule, layers: Mapping[fx.Node, str], batch: Iterable[str]
+    program: Program,
+    how: Schedule,
+    layers: Mapping[fx.Node, str],
+    batch: Iterable[str],
+    machine: Machine,
+    sizes: Sizes,
 ) -> None:
     """Move the collectives of an SPMD program to where they are issued, and merge them.
 
-    `layers` names the layer of each parameter, `batch` the axes that split the batch.
+    `layers` names the layer of each parameter, `batch` the axes that split the batch; times are those of
+    the machine.
     """
     graph = program.graph
     gather_again(graph, layers, batch)
@@ -90,7 +99,7 @@ def schedule(
     issue_early(graph)
     update_last(program)
     wait_late(graph)  # after moving users: all views of a merged result must follow it
-    merge_reductions(graph, how.bucket_bytes, apart=_is_split(program))
+    merge_reductions(graph, machine, sizes, how.bucket_bytes, apart=_is_split(program))
     gather_by_layer(graph, layers, how.prefetch)
     merge_scatters(graph)  # those of a layer, which its gathers delimit
 
