@@ -52,6 +52,7 @@ __all__ = [
 require(torch._C, "_len_torch_function_stack", "_len_torch_dispatch_stack", "DisableTorchFunction")
 require(torch._C, "_dispatch_tls_is_dispatch_key_excluded", "DispatchKey")
 require(torch._C, "_get_dispatch_mode", "_TorchDispatchModeKey")
+require(torch._C._TorchDispatchModeKey, "PROXY")
 require(torch._C, "_SetExcludeDispatchKeyGuard")
 require(torch._C.DispatchKey, "Python", "Conjugate", "Negative", "ZeroTensor")
 require(torch._C, "TensorBase")

@@ -44,6 +44,8 @@ class _Recorder(internals.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = func(*args, **(kwargs or {}))
+        if not isinstance(value, torch.Tensor):  # fake tensors are asked for their device
+            return value
         self.alive.append(value)
         named = {key: self.term(x) for key, x in (kwargs or {}).items()}
         self.terms[id(value)] = RecordedTerm(value.ndim > 0, func, list(map(self.term, args)), named)

@@ -104,19 +104,19 @@ BUCKET: Tag[Any] = declare(
     "bucket",
     "the bucket of reshard steps that are sent as one collective",
     written_by="scheduling/bucket",
-    read_by="lowering/lower, scheduling/gathers",
+    read_by="lowering/lower, scheduling/gathers, scheduling/scatters",
 )
 AFTER: Tag[Any] = declare(
     "after",
     "the bucket that must complete before the node's own is issued",
-    written_by="scheduling/gathers",
+    written_by="scheduling/gathers, scheduling/scatters",
     read_by="lowering/lower",
 )
 TURN: Tag[int] = declare(
     "turn",
     "the number of the layer in the backward, counted from the first that is differentiated",
     written_by="scheduling/gathers",
-    read_by="lowering/lower, scheduling/bucket",
+    read_by="lowering/lower",
 )
 OVER: Tag[tuple[int, ...]] = declare(
     "over",

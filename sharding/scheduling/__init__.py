@@ -10,9 +10,10 @@ first result of the bucket is used. If its result is used before the next all_re
 sent by itself, so an activation never waits.
 
 A fully sharded training step prefetches parameters: each layer is gathered one layer ahead of its use
-(``Schedule(prefetch=...)``, `gathers.py`, `schedule.py`). It holds its shards of weights, gradients and
-moments, the activations, and at most two gathered layers: a gathered layer is unpacked before the next
-gather is issued; gradients scattered two layers ago are awaited; each update is complete before the next
-begins; donated inputs are released. Gathers along axes that split the batch are repeated in the backward;
-the results of other gathers are saved.
+(``Schedule(prefetch=...)``, `gathers.py`, `schedule.py`), and its gradients are scattered by one call
+when the last of them is computed and the scatter before has arrived (`scatters.py`). It holds its shards
+of weights, gradients and moments, the activations, and at most two gathered layers: a gathered layer is
+unpacked before the next gather is issued; gradients scattered two layers ago are awaited; each update is
+complete before the next begins; donated inputs are released. Gathers along axes that split the batch are
+repeated in the backward; the results of other gathers are saved.
 """

@@ -20,18 +20,17 @@ from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.records import PerIteration
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, LOOP, PHASE, RECOMPUTE, VAL
-from torchard.sharding.layouts.collective_ops import AllReduce, PsumScatter
+from torchard.sharding.layouts.collective_ops import AllReduce
 from torchard.sharding.layouts.layout import Sizes
-from torchard.sharding.layouts.tags import BUCKET, TURN
+from torchard.sharding.layouts.tags import BUCKET
 from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.scheduling.by_time import Buckets, fastest
+from torchard.sharding.scheduling.by_time import fastest
 from torchard.sharding.scheduling.collectives import Collective, op_of
 
-__all__ = ["Bucket", "first_use", "merge", "merge_reductions", "merge_scatters", "positions"]
+__all__ = ["Bucket", "first_use", "merge", "merge_reductions", "positions"]
 
 _LEAST_BYTES = 25 * 2**20  # splitting a smaller bucket gains nothing
 _MOST_CALLS = 4
-_LITTLE = 1000  # how often what goes with a large value has room in a bucket
 
 
 @dataclass(eq=False, frozen=True)
@@ -46,38 +45,23 @@ class Bucket(PerIteration):
 
 
 def merge_reductions(
-    graph: fx.Graph, machine: Machine, sizes: Sizes, limit: int | None = None, apart: bool = True
+    graph: fx.Graph, machine: Machine, sizes: Sizes, limit: int | None = None
 ) -> None:
     """Merge all_reduces none of whose results is used before the last of them can be issued.
 
     This holds for gradients; an activation, used at once, never waits for another, nor does one that is
     recomputed. A bucket sends at most `limit` bytes, unless a single value is larger; by default as many
     as let the program end first on the machine (`by_time.py`), and a quarter of a large program's.
-
-    Args:
-        apart: whether what the forward reduces, as the loss, is sent apart from the backward's.
     """
-    for patient in _kinds(graph, AllReduce, apart):
+    for patient in _kinds(graph):
         at = positions(graph)
         uses = {node: first_use(node, at) for node in patient}
         split = functools.partial(_windows, at, uses, patient)
         most = _most(patient) if limit is None else limit
         buckets = split(most) if limit else fastest(split, most, uses, graph, machine, sizes)
-        _merge_all(buckets)
-
-
-def merge_scatters(graph: fx.Graph) -> None:
-    """Merge the psum_scatters of each layer's gradients, as all_reduces are merged."""
-    for patient in _kinds(graph, PsumScatter, True):
-        at = positions(graph)
-        uses = {node: first_use(node, at) for node in patient}
-        _merge_all(_windows(at, uses, patient, _most(patient)))
-
-
-def _merge_all(buckets: Buckets) -> None:
-    for members in buckets:
-        if len(members) > 1:
-            merge(members, members[-1])
+        for members in buckets:
+            if len(members) > 1:
+                merge(members, members[-1])
 
 
 def _most(steps: Sequence[fx.Node]) -> int:
@@ -85,13 +69,11 @@ def _most(steps: Sequence[fx.Node]) -> int:
     return max(_LEAST_BYTES, math.ceil(sum(map(_bytes, steps)) / _MOST_CALLS))
 
 
-def _kinds(
-    graph: fx.Graph, reduces: type[AllReduce | PsumScatter], apart: bool
-) -> list[list[fx.Node]]:
+def _kinds(graph: fx.Graph) -> list[list[fx.Node]]:
     """Reductions that may share a bucket, without those whose result is used before the next is ready."""
     kinds: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
-        if isinstance(op_of(node), reduces) and (key := _kind(node, apart)) is not None:
+        if (key := _kind(node)) is not None:
             kinds.setdefault(key, []).append(node)
     at = positions(graph)
     # The last one waits for no other, but others may wait for it.
@@ -100,29 +82,26 @@ def _kinds(
     return [each for each in patient if len(each) > 1]
 
 
-def _kind(node: fx.Node, apart: bool) -> object | None:
+def _kind(node: fx.Node) -> object | None:
     """The key that members of a bucket must share; None for steps that are never merged."""
     op = op_of(node)
-    if op is None or op.reduction != "sum":
+    if not isinstance(op, AllReduce) or op.reduction != "sum":
         return None
     val: torch.Tensor = VAL.of(node)
     if val.dtype == torch.bool or RECOMPUTE.get(node):
         return None
-    phase, home = PHASE.get(node, "forward") if apart else "", LAYOUT.of(node).home
-    return op.axes, val.dtype, val.device, phase, home, LOOP.get(node), TURN.get(node)
+    phase, home = PHASE.get(node, "forward"), LAYOUT.of(node).home
+    return op.axes, val.dtype, val.device, phase, home, LOOP.get(node)
 
 
 def _windows(
     at: dict[fx.Node, float], uses: dict[fx.Node, float], steps: Sequence[fx.Node], limit: int
 ) -> list[list[fx.Node]]:
-    """Groups of consecutive collectives, each ready before the first result of its group is used.
-
-    What is next to nothing, as a loss, goes with a value that is too large for others.
-    """
+    """Groups of consecutive collectives, each ready before the first result of its group is used."""
     windows: list[list[fx.Node]] = []
     deadline, held = -math.inf, 0
     for node in steps:
-        if at[node] > deadline or (held + _bytes(node) > limit and _LITTLE * held >= limit):
+        if at[node] > deadline or held + _bytes(node) > limit:
             windows.append([])
             deadline, held = math.inf, 0
         windows[-1].append(node)
@@ -168,7 +147,6 @@ def _record(members: Sequence[fx.Node]) -> None:
     first = records[0]
     merged = replace(
         first,
-        phase=records[-1].phase,
         shape=(sum(math.prod(r.shape) for r in records),),
         bytes=sum(r.bytes for r in records),
         scope=_common([r.scope for r in records]),

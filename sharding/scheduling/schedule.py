@@ -25,9 +25,10 @@ from torchard.sharding.layouts.collective_ops import AllReduce, AllToAll, PsumSc
 from torchard.sharding.layouts.layout import Sizes
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.updates import updated_inputs
-from torchard.sharding.scheduling.bucket import merge_reductions, merge_scatters
+from torchard.sharding.scheduling.bucket import merge_reductions
 from torchard.sharding.scheduling.collectives import op_of
 from torchard.sharding.scheduling.gathers import gather_again, gather_by_layer
+from torchard.sharding.scheduling.scatters import scatter_by_layer
 
 __all__ = ["Schedule", "schedule"]
 
@@ -99,9 +100,9 @@ def schedule(
     issue_early(graph)
     update_last(program)
     wait_late(graph)  # after moving users: all views of a merged result must follow it
-    merge_reductions(graph, machine, sizes, how.bucket_bytes, apart=_is_split(program))
+    merge_reductions(graph, machine, sizes, how.bucket_bytes)
+    scatter_by_layer(program)
     gather_by_layer(graph, layers, how.prefetch)
-    merge_scatters(graph)  # those of a layer, which its gathers delimit
 
 
 def count_first(graph: fx.Graph) -> None:
@@ -130,11 +131,6 @@ def _cheap_operands(node: fx.Node) -> list[fx.Node]:
             found[operand] = None
             stack.append(operand)
     return [] if LOOP.on(node) or RECOMPUTE.get(node) else sorted(found)
-
-
-def _is_split(program: Program) -> bool:
-    """Whether the program will be split into forward and backward: gradients are taken outside of it."""
-    return any(leaf.role == "cotangent" for leaf in program.inputs)
 
 
 def issue_early(graph: fx.Graph) -> None:

@@ -126,7 +126,7 @@ RECIPES = {
     "fsdp": {
         "forward all_gather dp": 2 + 1,  # the layer, what is around it, and positions by themselves
         "backward all_gather dp": 2,
-        "backward psum_scatter dp": 1 + 1,  # the layer with the embeddings, the head
+        "backward psum_scatter dp": 1 + 2,  # the layer, the head, the embeddings
         "forward all_reduce dp": 2,
     },
 }
@@ -188,7 +188,7 @@ PIPELINES = {
         | {
             "forward all_gather dp": 2 + 2 + 1,  # layers, the embedding on both stages, positions
             "backward all_gather dp": 2 + 1,
-            "backward psum_scatter dp": 2 + 1,  # layers, the head; not once a microbatch
+            "backward psum_scatter dp": 2 + 2,  # layers, the head, the embeddings; not once a microbatch
             "forward all_reduce dp": 2,
         },
     ),

@@ -190,14 +190,14 @@ def test_data_parallel() -> None:
 
 
 def test_fully_sharded() -> None:
-    """One gather per layer and pass, one scatter per layer; the embeddings' goes with the first's."""
+    """One gather per layer and pass, one scatter per layer, and two of what is outside of layers."""
     found = collectives("fsdp=4")
     gathers = {k: n for k, n in found.items() if k[1] == "all_gather"}
     scatters = {k: n for k, n in found.items() if k[1] == "psum_scatter"}
     assert sum(n for k, n in gathers.items() if k[0] == "forward") == LAYERS + 1
     assert sum(n for k, n in gathers.items() if k[0] == "backward") == LAYERS + 1
     assert sum(k[2] * n for k, n in gathers.items() if k[0] == "forward") == MODEL // 4
-    assert sum(scatters.values()) == LAYERS + 1
+    assert sum(scatters.values()) == LAYERS + 2
     assert sum(k[2] * n for k, n in scatters.items()) == MODEL
     rest = found - Counter(gathers) - Counter(scatters)
     assert rest == of("forward", "all_reduce", 1, "dp", 2)
@@ -217,7 +217,7 @@ def test_replicas_of_fully_sharded_tensor_parallel_models() -> None:
     for (_, kind, size, _), n in inside.items():
         kinds[kind] += n
         elements[kind] += size * n
-    assert kinds == {"all_gather": 2 * (LAYERS + 1), "psum_scatter": LAYERS + 1}
+    assert kinds == {"all_gather": 2 * (LAYERS + 1), "psum_scatter": LAYERS + 2}
     assert elements["psum_scatter"] == (MODEL - vectors) // 2 + vectors - TP_BIASES // 2
     stream, rows = STREAM // 4, ROWS // 4
     assert found - Counter(inside) == (

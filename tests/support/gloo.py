@@ -25,6 +25,7 @@ sys.path.append(str(EXAMPLES))
 
 import gloo_checkpoint  # noqa: E402
 import gloo_operations  # noqa: E402
+import gloo_scatters  # noqa: E402
 import gloo_storage  # noqa: E402
 import gloo_traces  # noqa: E402
 import live_bytes  # noqa: E402
@@ -67,6 +68,7 @@ from torchard.sharding.pipelining.schedules import SCHEDULES  # noqa: E402
 CHECKS: dict[str, Callable[[int, int], Any]] = {
     **gloo_checkpoint.CHECKS,
     **gloo_operations.CHECKS,
+    **gloo_scatters.CHECKS,
     **gloo_storage.CHECKS,
     **gloo_traces.CHECKS,
 }
