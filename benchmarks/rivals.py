@@ -11,8 +11,9 @@ AdamW; torchard's run by themselves ("plain"), or in a jit that donates paramete
 Each is first alone in processes of its own, where its losses are compared with one process's, and
 measured are the seconds of the first call, the peak of resident memory, all of the process included, and
 the bytes that the kernel's TCP_INFO counts on all sockets of a rank in a step, beside those of
-`.collectives` (a pipeline's are the sends of all ranks together). Then all of a kind are timed in one process, A-B-B-A, each with a barrier before it; a
-step takes as long as on its slowest rank, and ratios are of rounds.
+`.collectives` (a pipeline's are the sends of all ranks together). Then all of a kind are timed in one
+process, A-B-B-A, each with a barrier before it; a step takes as long as on its slowest rank, and ratios
+are of rounds.
 """
 
 from __future__ import annotations
