@@ -124,7 +124,7 @@ demo: $(STAMP) ## train one model by three plans, on two gloo ranks and a virtua
 	$(TORCHRUN) examples/train_gpt.py --mesh dp=2 --plan fsdp --steps 150
 	$(BIN)/python examples/train_gpt.py --virtual dp=2,tp=2 --plan fsdp+tp --steps 50
 
-bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; memory; decoding; pipelines; fusion (ARGS=--quick)
+bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; memory; decoding; pipelines; rivals; fusion (ARGS=--quick)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 	$(BIN)/python benchmarks/planning.py $(ARGS)
 	$(BIN)/python benchmarks/memory.py $(ARGS)
@@ -132,6 +132,7 @@ bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; m
 	$(BIN)/python benchmarks/decoding.py $(ARGS)
 	$(BIN)/python benchmarks/accumulation.py $(ARGS)
 	$(BIN)/python benchmarks/pipelines.py $(ARGS)
+	$(BIN)/python benchmarks/rivals.py $(ARGS)
 	$(BIN)/python benchmarks/fusion.py $(ARGS)
 	$(BIN)/python benchmarks/compile_cache.py $(ARGS)
 	$(BIN)/python benchmarks/long_runs.py $(ARGS)
