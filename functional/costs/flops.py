@@ -17,9 +17,10 @@ from torchard.functional.programs.views import is_view
 
 __all__ = ["DOTS", "flops", "flops_of", "is_product", "op_name"]
 
-# torch's counter has no formulas for attention on CPUs and for products with vectors.
+# torch's counter has no formulas for attention on CPUs, for products with vectors and into running sums.
 _FORMULAS: dict[str, Any] = {
     **{str(packet): formula for packet, formula in flop_registry.items()},
+    "aten.addmm_": flop_registry[torch.ops.aten.addmm],
     "aten.mv": lambda a, x, **_: 2 * a.numel(),
     "aten.addmv": lambda b, a, x, **_: 2 * a.numel(),
     "aten.dot": lambda x, y, **_: 2 * x.numel(),

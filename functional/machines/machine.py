@@ -45,7 +45,7 @@ class Machine:
     """The rates of a machine, by which ``.lower(...).time(machine)`` predicts seconds.
 
     Raises:
-        ValueError: there is no rate for float32.
+        ValueError: there is no rate for float32, or ``overlaps`` is not a share.
 
     Attributes:
         name: the name of the machine.
@@ -55,7 +55,9 @@ class Machine:
         memory: bytes of memory of a rank.
         link: the link of axes that are not in ``links``.
         links: the link of each mesh axis, ``"tp"``, or of one collective along it, ``"tp/all_gather"``.
-        overlaps: whether ranks send while they compute.
+        overlaps: the share of a transfer's time in which the rank can compute; in the rest it sends.
+        alone: how many times as fast a rank computes while no other that shares its processor does:
+            rates are those of ranks that all compute.
         source: where the rates are from.
 
     >>> import torch, torchard as ta
@@ -73,7 +75,8 @@ class Machine:
     memory: Annotated[int, AtLeast(0)] = 0
     link: Link = Link(float("inf"))
     links: Mapping[str, Link] = field(default_factory=dict)
-    overlaps: bool = True
+    overlaps: Annotated[float, AtLeast(0)] = 1.0
+    alone: Annotated[float, AtLeast(1)] = 1.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -83,6 +86,12 @@ class Machine:
                 f'Machine {self.name!r} has rates for {", ".join(self.flops) or "no dtype"}; flops needs '
                 'a rate for "float32", which other dtypes have by default.'
             )
+        if self.overlaps > 1:
+            raise ValueError(f"Machine: overlaps is {self.overlaps}; it is a share, from 0 to 1.")
+
+    def speed(self, computing: float) -> float:
+        """How many times as fast a rank computes while a share of all ranks does."""
+        return min(self.alone, 1 / computing) if computing else 1.0
 
     def __hash__(self) -> int:  # its rates are mappings, which have no hash
         return hash(self.name)

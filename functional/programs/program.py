@@ -8,10 +8,11 @@ refer to each other in a circle, and so are in one module.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -332,10 +333,15 @@ class Rewrite:
 
 
 class RankGraph(NamedTuple):
-    """What one rank runs: a graph, and fake tensors like its inputs."""
+    """What one rank runs: a graph, and fake tensors like its inputs.
+
+    Attributes:
+        home: its coordinates along the axes of pipelines.
+    """
 
     graph: fx.Graph
     inputs: list[torch.Tensor]
+    home: Mapping[str, int] = MappingProxyType({})
 
     @staticmethod
     def of(program: Program) -> RankGraph:

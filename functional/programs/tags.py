@@ -14,6 +14,7 @@ __all__ = [
     "APART",
     "COLLECTIVE",
     "CUT",
+    "ENDS",
     "FRAMES",
     "HALF",
     "HALVES",
@@ -259,7 +260,7 @@ TASK: Tag[str] = declare(
     "task",
     "the task of a pipeline's schedule that the operation belongs to",
     written_by="pipelining/tasks",
-    read_by="compiling/regions, programs/labels",
+    read_by="compiling/regions, programs/labels, reports/clock, reports/time",
     follows="place",
 )
 SCHEDULE: Tag[Callable[[Any], Any]] = declare(
@@ -286,6 +287,13 @@ PEERS: Tag[str] = declare(
     "in a lowered graph, a sentence that names the ranks that take part",
     written_by="lowering/channel",
     read_by="programs/labels",
+    follows="call",
+)
+ENDS: Tag[tuple[str, int, int]] = declare(
+    "ends",
+    "in a lowered graph, of a value that one rank sends to another: the axis, and their coordinates",
+    written_by="lowering/direct_sends",
+    read_by="reports/clock",
     follows="call",
 )
 SHAPE: Tag[tuple[int, ...]] = declare(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ class RankList(NamedTuple):
         runs: the instructions, and which of them write in place.
         results: what operations compute.
         values: the value of each node on the rank, in one iteration; None if its own tag is right.
+        home: the rank's coordinates along the axes of pipelines.
     """
 
     runs: Reinplaced
@@ -86,6 +88,7 @@ class RankList(NamedTuple):
     donated: Sequence[int]
     results: Results
     values: Mapping[fx.Node, Any] | None = None
+    home: Mapping[str, int] = MappingProxyType({})
 
     @property
     def alive(self) -> Liveness:
@@ -116,7 +119,7 @@ def _of_rank(rank: RankGraph, donated: Sequence[int]) -> RankList:
     graph, runs = what_runs(rank.graph, donated, HALF.get)
     inputs = list(graph.find_nodes(op="placeholder"))
     values = observed(graph, rank.inputs)
-    return RankList(runs, inputs, donated, results_of(values), values)
+    return RankList(runs, inputs, donated, results_of(values), values, rank.home)
 
 
 def _in_execution_order(program: Program) -> Program:

@@ -84,10 +84,7 @@ class Lowered(Program):
         """The seconds that the program takes on a machine, and the communication that it waits for.
 
         On a mesh, of one rank: computation is one stream, and each axis of the mesh one of collectives,
-        issued and awaited where the plan does.
-
-        Raises:
-            ValueError: the program is a pipeline.
+        issued and awaited where the plan does. Of a pipeline, one rank of each stage, and what they send.
         """
         return time_of(self, machine)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from torchard.functional.costs.seconds import seconds_of
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import Record, Records
-from torchard.functional.programs.tags import COLLECTIVE, SCOPE, SOURCE, VAL
+from torchard.functional.programs.tags import COLLECTIVE, SCOPE, SOURCE, TASK, VAL
 from torchard.functional.remat.liveness import RankList, lists_of
-from torchard.functional.reports.clock import COMPUTE, Interval, RankTimeline, timeline
+from torchard.functional.reports.clock import COMPUTE, Interval, RankTimeline, timelines
 
 __all__ = ["Exposed", "Time", "time_of"]
 
@@ -32,6 +32,7 @@ class Exposed(Record):
         source, scope: the source line and scope of the operation that needs it.
         seconds: how long computation waits, in all iterations; ``sent``: how long sending takes.
         times: the number of times.
+        rank: the coordinate of the rank that waits along a pipeline's axis.
     """
 
     record: Record
@@ -40,14 +41,17 @@ class Exposed(Record):
     seconds: float
     sent: float
     times: int
+    rank: int = 0
 
     @classmethod
     def table(cls, records: Sequence[Exposed]) -> str:
-        rows = [("exposed", "sent", "times", "collective", "source", "scope")]
+        rows = [("exposed", "sent", "times", "collective", "source", "scope", "rank")]
         rows += [
-            (_text(r.seconds), _text(r.sent), str(r.times), str(r.record), r.source, r.scope)
+            (_text(r.seconds), _text(r.sent), str(r.times), str(r.record), r.source, r.scope, str(r.rank))
             for r in records
         ]
+        if not any(r.rank for r in records):
+            rows = [row[:-1] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([lines[0], "  ".join("-" * n for n in widths), *lines[1:]])
@@ -58,120 +62,127 @@ class Exposed(Record):
 
 @dataclass(frozen=True)
 class Time:
-    """The predicted time of a program on one rank.
+    """The predicted time of a program on a mesh's ranks.
 
     Attributes:
         machine: the machine whose rates are used.
         seconds: from the first operation to the last, or to the end of the last collective.
-        computing: seconds in which the rank computes.
-        flops: FLOPs of the rank's products.
+        computing: seconds in which a rank computes; of a pipeline, the rank that computes longest.
+        flops: FLOPs of a rank's products; of a pipeline, their mean over the ranks.
         exposed: the communication that computation waits for, by line, the longest first.
-        timeline: what runs when.
+        timelines: what runs when: of one rank, or of one of each stage of a pipeline.
     """
 
     machine: Machine
     seconds: float
     computing: float
-    flops: int
+    flops: float
     exposed: Records
-    timeline: RankTimeline
+    timelines: tuple[RankTimeline, ...]
 
     @property
     def share(self) -> float:
-        """The rank's FLOPs per second, as a share of the machine's fastest rate."""
+        """The ranks' FLOPs per second, as a share of the machine's fastest rate."""
         return self.flops / max(self.seconds, 1e-30) / max(self.machine.flops.values())
 
+    @property
+    def bubble(self) -> float:
+        """The time that the busiest rank does not compute, relative to the time that it does."""
+        return self.seconds / self.computing - 1 if self.computing else 0.0
+
     def trace(self, path: str | os.PathLike[str]) -> Path:
-        """Write a trace that chrome://tracing and Perfetto show: computation, and each link."""
+        """Write a trace that chrome://tracing and Perfetto show: each rank's computation and links."""
         out = Path(path)
-        out.write_text(json.dumps({"traceEvents": _events(self.timeline)}), encoding="utf-8")
+        events = [e for rank, run in enumerate(self.timelines) for e in _events(rank, run)]
+        out.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
         return out
 
     def __str__(self) -> str:
-        waits = sum(each.seconds for each in self.exposed)
-        head = (
-            f"{_text(self.seconds)} on {self.machine.name}: computes {_text(self.computing)}, waits "
-            f"{_text(waits)}; {self.share:.1%} of its FLOPs"
-        )
+        head = f"{_text(self.seconds)} on {self.machine.name}: computes {_text(self.computing)}"
+        if len(self.timelines) > 1:
+            head += f" on the busiest of {len(self.timelines)} stages, bubble {self.bubble:.0%}"
+        else:
+            head += f", waits {_text(sum(each.seconds for each in self.exposed))}"
+        head += f"; {self.share:.1%} of its FLOPs"
         return f"{head}\n\n{self.exposed}" if self.exposed else head
 
 
 def time_of(program: Program, machine: Machine) -> Time:
-    """The time of a program on a machine; on a mesh, of one of its ranks.
+    """The time of a program on a machine; on a mesh, of one of its ranks, or of one of each stage.
 
     Raises:
-        ValueError: the ranks run different operations.
+        PipelineError: the ranks wait for each other.
     """
     lists = lists_of(program)
-    if len(lists) > 1:
-        raise ValueError(
-            f"{program.name} is a pipeline, whose ranks wait for each other; .schedule has its timeline."
-        )
-    (listed,) = lists
-    for node, value in (listed.values or {}).items():
-        VAL.set(node, value)
-    run = _timeline(listed, machine)
-    computing = [each for each in run.intervals if each.stream == COMPUTE and not each.waits]
+    costs = [_Costs(listed, machine) for listed in lists]
+    runs = timelines(lists, machine, [each.seconds for each in costs])
     return Time(
         machine,
-        run.end,
-        sum(each.end - each.begin for each in computing),
-        sum(flops(each.node) for each in computing if is_product(each.node)),
-        Records(_exposed(run)),
-        run,
+        max(run.end for run in runs),
+        max(sum(each.end - each.begin for each in run.computing) for run in runs),
+        sum(each.flops(run) for each, run in zip(costs, runs, strict=True)) / len(runs),
+        Records(sorted(_exposed(runs), key=lambda each: -each.seconds)),
+        tuple(runs),
     )
 
 
-def _timeline(listed: RankList, machine: Machine) -> RankTimeline:
-    written = listed.runs.nodes
+class _Costs:
+    """The costs of one rank's operations, by the values that it holds."""
 
-    def seconds(node: fx.Node) -> float:
-        return seconds_of(node, machine, written.get(node))
+    def __init__(self, listed: RankList, machine: Machine) -> None:
+        for node, value in (listed.values or {}).items():
+            VAL.set(node, value)
+        self.listed, self.machine = listed, machine
 
-    return timeline(
-        listed.runs.instructions, listed.inputs, listed.donated, listed.results, machine, seconds
-    )
+    def seconds(self, node: fx.Node) -> float:
+        return seconds_of(node, self.machine, self.listed.runs.nodes.get(node))
+
+    def flops(self, run: RankTimeline) -> int:
+        return sum(flops(each.node) for each in run.computing if is_product(each.node))
 
 
-def _exposed(run: RankTimeline) -> list[Exposed]:
-    """Waits by source line and collective."""
-    waited: defaultdict[tuple[str, str, str], list[Interval]] = defaultdict(list)
-    sent: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+def _exposed(runs: Sequence[RankTimeline]) -> Iterator[Exposed]:
+    """Waits by rank, source line and collective."""
+    for rank, run in enumerate(runs):
+        waited: defaultdict[tuple[str, str, str], list[Interval]] = defaultdict(list)
+        sent: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+        for each in run.intervals:
+            if COLLECTIVE.on(each.node) and (each.waits or each.stream != COMPUTE):
+                record = COLLECTIVE.of(each.node)
+                key = str(record), SOURCE.get(each.node) or "", SCOPE.get(each.node, "")
+                if each.waits:
+                    waited[key].append(each)
+                else:
+                    sent[key] += each.end - each.begin
+        for key, waits in waited.items():
+            record, seconds = COLLECTIVE.of(waits[0].node), sum(x.end - x.begin for x in waits)
+            yield Exposed(record, *key[1:], seconds, sent[key], len(waits), rank)
+
+
+def _events(rank: int, run: RankTimeline) -> Iterator[dict[str, object]]:
+    """A rank's events in the Trace Event Format: its streams' names, then what runs, in microseconds."""
+    streams = list(dict.fromkeys([COMPUTE, *(each.stream for each in run.intervals)]))
+    yield _named("process_name", rank, 0, f"rank {rank}")
+    for number, stream in enumerate(streams):
+        yield _named("thread_name", rank, number, "·".join(stream) or "compute")
     for each in run.intervals:
-        if COLLECTIVE.on(each.node) and (each.waits or each.stream != COMPUTE):
-            record = COLLECTIVE.of(each.node)
-            key = str(record), SOURCE.get(each.node) or "", SCOPE.get(each.node, "")
-            if each.waits:
-                waited[key].append(each)
-            else:
-                sent[key] += each.end - each.begin
-    found = [
-        Exposed(
-            COLLECTIVE.of(each[0].node),
-            *key[1:],
-            sum(x.end - x.begin for x in each),
-            sent[key],
-            len(each),
-        )
-        for key, each in waited.items()
-    ]
-    return sorted(found, key=lambda each: -each.seconds)
-
-
-def _events(run: RankTimeline) -> list[dict[str, object]]:
-    """Complete events of the Trace Event Format, in microseconds."""
-    return [
-        {
+        about = {"source": SOURCE.get(each.node) or "", "scope": SCOPE.get(each.node, "")}
+        if TASK.on(each.node):
+            about["task"] = TASK.of(each.node)
+        yield {
             "name": f"wait for {COLLECTIVE.of(each.node)}" if each.waits else _name(each.node),
             "ph": "X",
-            "pid": 0,
-            "tid": "compute" if each.stream == COMPUTE else "·".join(each.stream),
+            "pid": rank,
+            "tid": streams.index(each.stream),
             "ts": each.begin * 1e6,
             "dur": (each.end - each.begin) * 1e6,
-            "args": {"source": SOURCE.get(each.node, ""), "scope": SCOPE.get(each.node, "")},
+            "args": about,
         }
-        for each in run.intervals
-    ]
+
+
+def _named(what: str, rank: int, stream: int, name: str) -> dict[str, object]:
+    """An event of metadata."""
+    return {"name": what, "ph": "M", "pid": rank, "tid": stream, "args": {"name": name}}
 
 
 def _name(node: fx.Node) -> str:

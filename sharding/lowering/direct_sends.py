@@ -11,7 +11,6 @@ order, so the rank that is furthest behind waits for no other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.programs.tags import ENDS
 from torchard.functional.torch_internals.operators import c10d
 from torchard.sharding.lowering.channel import Channel
 from torchard.sharding.lowering.lower import Lowering, Value
@@ -35,13 +35,15 @@ class DirectChannel(Channel):
     """The send of one value between the two ranks of a group.
 
     Args:
+        ends: the axis, and the coordinates of the sender and of the receiver.
         under_way: the sends of this rank to the other one that it has not waited for.
     """
 
     def __init__(
-        self, low: Lowering, axes: Sequence[str], group: Any, under_way: deque[Value]
+        self, low: Lowering, ends: tuple[str, int, int], group: Any, under_way: deque[Value]
     ) -> None:
-        super().__init__(low, axes, group)
+        super().__init__(low, ends[:1], group)
+        self.tags |= {ENDS: ends}
         self._sends = under_way
 
     def send(self, x: fx.Node, to: int) -> None:

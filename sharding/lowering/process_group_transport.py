@@ -172,7 +172,8 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
         group = None if low.mesh.virtual else low.mesh.pair(*pair)
         if self.under_way is None:
             return Channel(low, op.axes, group)
-        return DirectChannel(low, op.axes, group, self.under_way.setdefault(pair, deque()))
+        ends = op.axes[0], op.source, op.to
+        return DirectChannel(low, ends, group, self.under_way.setdefault(pair, deque()))
 
     @functools.cached_property
     def x(self) -> fx.Node:

@@ -73,9 +73,12 @@ class _OnMesh(Runtime):
         """The program of the first rank; in a pipeline, of the first rank of each stage."""
         first = dict.fromkeys(self.mesh.shape, 0)
         homes = _homes(program) or [()]
-        return [self._of_rank(program, {**first, **dict(home)}, direct) for home in homes]
+        return [self._of_rank(program, first, dict(home), direct) for home in homes]
 
-    def _of_rank(self, program: Program, at: dict[str, int], direct: bool) -> RankGraph:
+    def _of_rank(
+        self, program: Program, first: dict[str, int], home: dict[str, int], direct: bool
+    ) -> RankGraph:
+        at = {**first, **home}
         mesh = Mesh(self.mesh.shape, virtual=True)  # which makes no process groups
         graph = _local(Lowering(program.graph, mesh, [at], ProcessGroupTransport(direct)))
         reduce_in_place(graph)
@@ -88,7 +91,7 @@ class _OnMesh(Runtime):
                 )
                 for node in program.placeholders
             ]
-        return RankGraph(graph, inputs)
+        return RankGraph(graph, inputs, home)
 
 
 @dataclass(frozen=True)

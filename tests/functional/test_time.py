@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.func import grad
 
-from torchard import Link, Machine, Mesh, P, jit, pipeline, repeat, shard
+from torchard import Link, Machine, Mesh, P, jit, repeat, shard
 from torchard.machines import h100, h200, v100
 
 NEVER = float("inf")
@@ -98,7 +98,7 @@ def test_what_is_sent_while_ranks_compute_is_hidden() -> None:
         assert time.computing == pytest.approx(6.25)
         assert time.seconds == pytest.approx(6.25 + exposed)
         assert sum(each.seconds for each in time.exposed) == pytest.approx(exposed)
-        alone = plan.time(replace(machine, overlaps=False))
+        alone = plan.time(replace(machine, overlaps=0.0))
         assert alone.seconds == pytest.approx(6.25 + taken)
 
 
@@ -142,9 +142,32 @@ def test_reports(tmp_path: Path) -> None:
     text = str(time)
     assert "on m: computes" in text and "all_reduce(a) [8, 32] float32" in text
     assert "test_time.py" not in text or "exposed" in text
-    events = json.loads(time.trace(tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {e["tid"] for e in events} == {"compute", "a"}
-    assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(time.seconds * 1e6)
+    events = traced(time, tmp_path)
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["compute", "a"]
+    ends = [e["ts"] + e["dur"] for e in events if e["ph"] == "X"]
+    assert max(ends) == pytest.approx(time.seconds * 1e6)
+
+
+def traced(time: Any, folder: Path) -> list[dict[str, Any]]:
+    """The events of a time's trace, which keep the rules of the Trace Event Format.
+
+    Those of complete and metadata events: Google, "Trace Event Format", 2016.
+    """
+    document = json.loads(time.trace(folder / "trace.json").read_text())
+    assert document.keys() == {"traceEvents"}
+    busy: dict[Any, float] = {}
+    for event in document["traceEvents"]:
+        assert isinstance(event["name"], str) and isinstance(event["args"], dict)
+        assert type(event["pid"]) is int and type(event["tid"]) is int
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert isinstance(event["args"]["name"], str)
+            continue
+        assert event["ph"] == "X" and event["ts"] >= 0 and event["dur"] >= 0
+        thread = event["pid"], event["tid"]  # complete events of a thread are nested, or apart
+        assert event["ts"] >= busy.get(thread, 0.0) - 1e-6
+        busy[thread] = event["ts"] + event["dur"]
+    return list(document["traceEvents"])
 
 
 def test_machines_are_files(tmp_path: Path) -> None:
@@ -156,9 +179,3 @@ def test_machines_are_files(tmp_path: Path) -> None:
     assert half.rate("bfloat16") == h100().rate("bfloat16") / 2 and half.launch == 2 * h100().launch
 
 
-def test_a_pipeline_has_a_timeline_of_its_own() -> None:
-    mesh = Mesh({"pp": 2}, virtual=True)
-    slope = grad(lambda w, x: chain(x, w).square().mean())
-    step = pipeline(slope, mesh, "pp", microbatches=2, batch=(None, 0))
-    with pytest.raises(ValueError, match=r"is a pipeline.*\.schedule"):
-        step.lower(torch.ones(4, 4), torch.ones(4, 4)).time(h100())

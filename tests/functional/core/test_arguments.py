@@ -99,7 +99,7 @@ CASES: dict[str, Case] = {
     "Link": Case(ta.Link, bandwidth=1e9, latency=1e-4),
     "Machine": Case(
         partial(ta.Machine, flops={"float32": 1e12}),
-        **{"name": "m", "bandwidth": 1e11, "launch": 1e-6, "memory": 1, "overlaps": True},
+        **{"name": "m", "bandwidth": 1e11, "launch": 1e-6, "memory": 1, "overlaps": 1.0, "alone": 1.0},
     ),
     "Mesh": Case(Mesh, axes={"a": 2}, virtual=True, device_type="cpu", timeout=30.0),
     "MeshTensor.from_shards": Case(
@@ -301,8 +301,11 @@ MEANT: dict[str, tuple[str, ...]] = {
     "find.where": ("None", "a str", "a function"),
     "Mesh.timeout": ("None", "an int", "a float"),
     **dict.fromkeys(["Link.bandwidth", "Link.latency"], ("an int", "a float")),
-    **dict.fromkeys(["Machine.bandwidth", "Machine.launch"], ("an int", "a float")),
-    **{"Machine.name": ("a str",), "Machine.memory": ("an int",), "Machine.overlaps": ("True",)},
+    **dict.fromkeys(
+        [f"Machine.{name}" for name in ("bandwidth", "launch", "alone")],
+        ("an int", "a float"),
+    ),
+    **{"Machine.name": ("a str",), "Machine.memory": ("an int",)},
     "functionalize.module": ("a module",),
     **dict.fromkeys(
         ("initialize.params", "constrain.x", "name.value", "pvary.x",
