@@ -177,7 +177,7 @@ PIPELINES = {
         "pp=2,tp=2",
         CROSS
         | {
-            "forward all_reduce tp": 2 * (1 + 2 + 2 + 1),  # embedding, layers, loss; small ones share a call
+            "forward all_reduce tp": 2 * (1 + 2 + 2 + 1),  # embedding, layers, loss
             "forward all_reduce[max] tp": 2,
             "backward all_reduce tp": 2 * (1 + 1 + 2 + 2),  # loss, head, layers
         },
@@ -188,7 +188,7 @@ PIPELINES = {
         | {
             "forward all_gather dp": 2 + 2 + 1,  # layers, the embedding on both stages, positions
             "backward all_gather dp": 2 + 1,
-            "backward psum_scatter dp": 2 + 3,  # layers, the head, embeddings of both kinds; not once a microbatch
+            "backward psum_scatter dp": 2 + 3,  # layers, the head, embeddings
             "forward all_reduce dp": 2,
         },
     ),

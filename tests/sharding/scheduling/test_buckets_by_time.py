@@ -1,0 +1,82 @@
+"""Gradients are merged so that a step ends first on a machine, and small sums of inputs come first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchard import Link, Machine, Mesh, P, Schedule, ShapeDtype, place, shard
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import COLLECTIVE
+
+LAYERS, WIDTH = 8, 1024
+PARAMS = [ShapeDtype((WIDTH, WIDTH))] * LAYERS
+ROWS = ShapeDtype((256, WIDTH))
+
+
+def machine(link: Link, overlaps: float = 1.0) -> Machine:
+    return Machine("m", {"float32": 1e12}, bandwidth=1e12, link=link, overlaps=overlaps)
+
+
+def loss(params: list[Tensor], x: Tensor) -> Tensor:
+    for w in params:
+        x = torch.tanh(x @ w)
+    return x.square().sum()
+
+
+def calls(on: Machine, schedule: Schedule | None = None) -> list[int]:
+    """The bytes of each call for gradients."""
+    mesh, split = Mesh({"dp": 2}, virtual=True), (P(), P("dp"))
+    step = shard(
+        torch.func.grad(loss), mesh, in_specs=split, out_specs=P(), machine=on, schedule=schedule
+    )
+    return [c.bytes for c in step.lower(PARAMS, ROWS).collectives]
+
+
+WHOLE = 4 * LAYERS * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("link", "overlaps", "fewest", "most"),
+    [
+        (Link(float("inf")), 1.0, 2, 2),  # nothing is gained by sending early
+        (Link(1e12, latency=1.0), 1.0, 2, 2),  # each call costs more than all that is computed
+        (Link(1e10), 0.0, 2, 2),  # ranks that send compute nothing
+        (Link(1e11), 1.0, 4, LAYERS),  # all but the last are sent while the rest is computed
+    ],
+    ids=["fast", "far", "busy", "slow"],
+)
+def test_buckets_are_those_with_which_the_step_ends_first(
+    link: Link, overlaps: float, fewest: int, most: int
+) -> None:
+    """Buckets of at most 25 MiB, for memory: two at least."""
+    sent = calls(machine(link, overlaps))
+    assert sum(sent) == WHOLE
+    assert fewest <= len(sent) <= most
+
+
+def test_the_user_s_size_comes_first() -> None:
+    one = 4 * WIDTH * WIDTH
+    assert calls(machine(Link(1e12, latency=1.0)), Schedule(bucket_bytes=one)) == [one] * LAYERS
+
+
+def test_the_count_of_targets_is_reduced_before_anything_is_computed() -> None:
+    mesh = Mesh({"dp": 2}, virtual=True)
+
+    def mean(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(torch.tanh(x @ w) @ w, y)
+
+    batch = place((torch.randn(8, 6), torch.tensor([0, 1, 2, -100, 4, 5, -100, 0])), mesh, P("dp"))
+    weights = torch.randn(6, 6)
+    step = shard(torch.func.grad_and_value(mean), mesh, out_specs=P())
+    names = order(step.lower(weights, *batch))
+    assert names.index("all_reduce") < names.index("mm")
+    plain = torch.func.grad_and_value(mean)(weights, *(value.full() for value in batch))
+    torch.testing.assert_close(step(weights, *batch), plain)
+
+
+def order(program: Program) -> list[Any]:
+    return [COLLECTIVE.of(n).kind if COLLECTIVE.on(n) else n.name.split("_")[0] for n in program.calls]
