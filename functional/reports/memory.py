@@ -208,12 +208,13 @@ def _planned(program: Program, number: int, donated: Sequence[int]) -> tuple[Tap
     """A rank's computation, with allocated and with planned memory."""
     name, fakes = program.name, internals.FakeTensorMode()
     if not program.is_joint:
-        graph, inputs = _rank(program, number)
+        graph, inputs, _ = _rank(program, number)
         tape = tape_of(graph, inputs, fakes, donated)
         return tape, plan_of_tape(tape, name, fakes, donated)
     both = split(with_loop_residuals(program))
     saved, count = both.parts(lambda leaf: 1)
-    (forward, inputs), (backward, _) = (_rank(half, number) for half in (both.forward, both.backward))
+    halves = (_rank(half, number) for half in (both.forward, both.backward))
+    (forward, inputs, _), (backward, *_) = halves
     joint = joint_tape_of(forward, backward, inputs, saved, count, fakes)
     return joint.tape, plan_of_halves(joint, name, fakes)
 

@@ -45,7 +45,9 @@ class Exposed(Record):
 
     @classmethod
     def table(cls, records: Sequence[Exposed]) -> str:
-        rows = [("exposed", "sent", "times", "collective", "source", "scope", "rank")]
+        rows: list[tuple[str, ...]] = [
+            ("exposed", "sent", "times", "collective", "source", "scope", "rank")
+        ]
         rows += [
             (_text(r.seconds), _text(r.sent), str(r.times), str(r.record), r.source, r.scope, str(r.rank))
             for r in records

@@ -88,7 +88,7 @@ def _end(
     buckets: Buckets, done: dict[fx.Node, float], uses: dict[fx.Node, float], machine: Machine
 ) -> float:
     """When the program ends."""
-    at = {i: time for i, time in enumerate(done.values())}
+    at: dict[float, float] = dict(enumerate(done.values()))
     place = {node: i for i, node in enumerate(done)}
     arrives: dict[float, float] = {}
     free = waited = 0.0
