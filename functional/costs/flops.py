@@ -20,7 +20,6 @@ __all__ = ["DOTS", "flops", "flops_of", "is_product", "op_name"]
 # torch's counter has no formulas for attention on CPUs, for products with vectors and into running sums.
 _FORMULAS: dict[str, Any] = {
     **{str(packet): formula for packet, formula in flop_registry.items()},
-    "aten.addmm_": flop_registry[torch.ops.aten.addmm],
     "aten.mv": lambda a, x, **_: 2 * a.numel(),
     "aten.addmv": lambda b, a, x, **_: 2 * a.numel(),
     "aten.dot": lambda x, y, **_: 2 * x.numel(),
@@ -40,6 +39,8 @@ _FORMULAS: dict[str, Any] = {
         2 * x.shape[-2] * out_val.numel() // groups
     ),
 }
+
+_FORMULAS["aten.addmm_"] = _FORMULAS["aten.addmm"]
 
 
 def _of_heads(query: torch.Tensor, x: torch.Tensor) -> tuple[int, ...]:
