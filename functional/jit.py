@@ -118,6 +118,11 @@ class Compile(Rewrite):
             return (chosen,)
         return chosen, Pass(Stage.SCHEDULE, keep_compared, reads_loops=True)
 
+    @property
+    def runs_updates(self) -> bool:
+        """Of a compiler: whether it leaves updates of many parameters out of what is compiled."""
+        return self.backend in ("eager", "inductor")
+
     def annotate(self, program: Program) -> Program:
         """Check that the donated positions are positions of the call's arguments."""
         args, _ = tree.unflatten(program.in_tree, [None] * program.in_tree.num_leaves)

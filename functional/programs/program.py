@@ -436,6 +436,11 @@ class Compiler(Protocol):
     def donate_argnums(self) -> tuple[int, ...]:
         """Positions of the arguments whose memory the call may take."""
 
+    @property
+    def runs_updates(self) -> bool:
+        """Whether it runs operations that update many parameters, each by one kernel of torch."""
+        return False
+
     def bind(self, program: Program) -> Bound:
         """As `Runtime.bind`."""
 

@@ -26,11 +26,10 @@ _LEAST_BYTES, _MOST_CALLS = 2**22, 16
 def with_updates(program: Program) -> Program:
     """The program as it runs: with one operation for the updates of many parameters.
 
-    A backward may read what an update computes, and a compiler that is not known to leave updates out may
-    not know them: these programs stay as they are.
+    A backward may read what an update computes, and a compiler may not know updates: these programs stay
+    as they are.
     """
-    compiler = program.compiler
-    known = compiler is None or getattr(compiler, "backend", "") in ("eager", "inductor")
+    known = program.compiler is None or program.compiler.runs_updates
     if not known or program.is_joint or HALVES.on(program.output):
         return program
     order = {node: at for at, node in enumerate(program.graph.nodes)}

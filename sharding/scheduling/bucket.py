@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,15 +19,15 @@ from torch import fx
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.records import PerIteration
 from torchard.functional.programs.tagging import forget
-from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, LOOP, PHASE, RECOMPUTE, VAL
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, LOOP, PHASE, RECOMPUTE, STEP, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce
 from torchard.sharding.layouts.layout import Sizes
 from torchard.sharding.layouts.tags import BUCKET
 from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.scheduling.by_time import fastest
+from torchard.sharding.scheduling.by_time import fastest, seconds_of_rank
 from torchard.sharding.scheduling.collectives import Collective, op_of
 
-__all__ = ["Bucket", "first_use", "merge", "merge_reductions", "positions"]
+__all__ = ["Bucket", "common", "first_use", "merge", "merge_reductions", "positions"]
 
 _LEAST_BYTES = 25 * 2**20  # splitting a smaller bucket gains nothing
 _MOST_CALLS = 4
@@ -53,12 +53,18 @@ def merge_reductions(
     recomputed. A bucket sends at most `limit` bytes, unless a single value is larger; by default as many
     as let the program end first on the machine (`by_time.py`), and a quarter of a large program's.
     """
-    for patient in _kinds(graph):
+    seconds = functools.cache(functools.partial(seconds_of_rank, machine=machine, sizes=dict(sizes)))
+    for reductions in _kinds(graph):
         at = positions(graph)
+        patient = _patient(reductions, at)
+        if len(patient) < 2:
+            continue
         uses = {node: first_use(node, at) for node in patient}
         split = functools.partial(_windows, at, uses, patient)
-        most = _most(patient) if limit is None else limit
-        buckets = split(most) if limit else fastest(split, most, uses, graph, machine, sizes)
+        if limit is None:
+            buckets = fastest(split, _most(patient), at, uses, machine, seconds)
+        else:
+            buckets = split(limit)
         for members in buckets:
             if len(members) > 1:
                 merge(members, members[-1])
@@ -70,28 +76,29 @@ def _most(steps: Sequence[fx.Node]) -> int:
 
 
 def _kinds(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Reductions that may share a bucket, without those whose result is used before the next is ready."""
+    """The all_reduces that may share a bucket, in order."""
     kinds: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
-        if (key := _kind(node)) is not None:
-            kinds.setdefault(key, []).append(node)
-    at = positions(graph)
-    # The last one waits for no other, but others may wait for it.
-    waiting = [zip(each, [*(at[n] for n in each[1:]), 0], strict=True) for each in kinds.values()]
-    patient = [[n for n, after in each if first_use(n, at) >= after] for each in waiting]
-    return [each for each in patient if len(each) > 1]
+        op = op_of(node)
+        if not isinstance(op, AllReduce) or op.reduction != "sum" or RECOMPUTE.get(node):
+            continue
+        if VAL.of(node).dtype != torch.bool:
+            kinds.setdefault(common(node), []).append(node)
+    return list(kinds.values())
 
 
-def _kind(node: fx.Node) -> object | None:
-    """The key that members of a bucket must share; None for steps that are never merged."""
-    op = op_of(node)
-    if not isinstance(op, AllReduce) or op.reduction != "sum":
-        return None
+def common(node: fx.Node) -> tuple[Hashable, ...]:
+    """What the members of a bucket share: axes, dtype, device, phase, home and loop."""
     val: torch.Tensor = VAL.of(node)
-    if val.dtype == torch.bool or RECOMPUTE.get(node):
-        return None
     phase, home = PHASE.get(node, "forward"), LAYOUT.of(node).home
-    return op.axes, val.dtype, val.device, phase, home, LOOP.get(node)
+    return STEP.of(node).axes, val.dtype, val.device, phase, home, LOOP.get(node)
+
+
+def _patient(steps: Sequence[fx.Node], at: dict[fx.Node, float]) -> list[fx.Node]:
+    """Those whose result is not used before the next one is ready."""
+    # The last one waits for no other, but others may wait for it.
+    ready = [*(at[node] for node in steps[1:]), 0]
+    return [n for n, after in zip(steps, ready, strict=True) if first_use(n, at) >= after]
 
 
 def _windows(

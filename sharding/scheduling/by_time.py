@@ -9,56 +9,54 @@ from its last member, and their first use waits. After PyTorch's DistributedData
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
 from torchard.functional.costs.seconds import busy_seconds
-from torchard.functional.machines.machine import Machine
+from torchard.functional.machines.machine import Link, Machine
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, STEP
-from torchard.sharding.layouts.layout import Layout, Sizes
+from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.scheduling.collectives import Collective
 
-__all__ = ["Buckets", "fastest"]
+__all__ = ["Buckets", "fastest", "seconds_of_rank"]
 
 Buckets = Sequence[Sequence[fx.Node]]
 
-_PARTS = (1, 2, 4, 8, 16)
+_PARTS = (2, 4, 8, 16)
 
 
 def fastest(
     split: Callable[[int], Buckets],
     most: int,
-    uses: dict[fx.Node, float],
-    graph: fx.Graph,
+    at: Mapping[fx.Node, float],
+    uses: Mapping[fx.Node, float],
     machine: Machine,
-    sizes: Sizes,
+    seconds: Callable[[fx.Node], float],
 ) -> Buckets:
     """The buckets with which the program ends first; of equals, the largest.
 
     Args:
         split: the buckets of at most a number of bytes, in the order in which they are sent.
         most: the most bytes of a bucket.
-        uses: the position of each member's first use.
+        at: the position of each node, in order; ``uses``: of each member's first use.
+        seconds: how long a node is computed.
     """
     whole = split(most)
-    if not machine.overlaps or _bytes(whole) <= _worth_a_call(whole, machine):
+    link = machine.link_of(_record(whole[0][0]).axes, "all_reduce")
+    # In the time of one latency, so many bytes are sent: two calls for fewer gain nothing.
+    if not machine.overlaps or sum(map(_bytes, whole)) <= link.latency * link.bandwidth:
         return whole
-    done = _done(graph, machine, sizes)
-    candidates = [whole, *(split(math.ceil(most / parts)) for parts in _PARTS[1:])]
-    return min(candidates, key=lambda buckets: _end(buckets, done, uses, machine))
+    done = list(itertools.accumulate(map(seconds, at)))
+    candidates = [whole, *(split(math.ceil(most / parts)) for parts in _PARTS)]
+    return min(candidates, key=lambda buckets: _end(buckets, done, at, uses, link))
 
 
-def _bytes(buckets: Buckets) -> int:
-    return sum(_record(node).bytes for bucket in buckets for node in bucket)
-
-
-def _worth_a_call(buckets: Buckets, machine: Machine) -> float:
-    """The bytes that are sent in the time of one latency: two calls for fewer gain nothing."""
-    link = machine.link_of(_record(buckets[0][0]).axes, "all_reduce")
-    return link.latency * link.bandwidth
+def _bytes(bucket: Sequence[fx.Node]) -> int:
+    return sum(_record(node).bytes for node in bucket)
 
 
 def _record(node: fx.Node) -> Collective:
@@ -66,17 +64,13 @@ def _record(node: fx.Node) -> Collective:
     return collective
 
 
-def _done(graph: fx.Graph, machine: Machine, sizes: Sizes) -> dict[fx.Node, float]:
-    """When each node has been computed, if nothing is waited for."""
-    now, done, table = 0.0, {}, dict(sizes)
-    for node in graph.nodes:
-        if node.op == "call_function" and not STEP.on(node):
-            busy = busy_seconds(node, machine)
-            if busy:
-                axes = {a for n in (node, *node.all_input_nodes) for a in _split_axes(n)}
-                now += busy / math.prod(table[a] for a in axes) + machine.launch * times(node)
-        done[node] = now
-    return done
+def seconds_of_rank(node: fx.Node, machine: Machine, sizes: Mapping[str, int]) -> float:
+    """How long a rank computes a node of an SPMD program, in all iterations."""
+    busy = 0.0 if STEP.on(node) or node.op != "call_function" else busy_seconds(node, machine)
+    if not busy:
+        return 0.0
+    axes = {a for n in (node, *node.all_input_nodes) for a in _split_axes(n)}
+    return busy / math.prod(sizes[a] for a in axes) + machine.launch * times(node)
 
 
 def _split_axes(node: fx.Node) -> set[str]:
@@ -85,20 +79,16 @@ def _split_axes(node: fx.Node) -> set[str]:
 
 
 def _end(
-    buckets: Buckets, done: dict[fx.Node, float], uses: dict[fx.Node, float], machine: Machine
+    buckets: Buckets,
+    done: Sequence[float],
+    at: Mapping[fx.Node, float],
+    uses: Mapping[fx.Node, float],
+    link: Link,
 ) -> float:
-    """When the program ends."""
-    at: dict[float, float] = dict(enumerate(done.values()))
-    place = {node: i for i, node in enumerate(done)}
-    arrives: dict[float, float] = {}
+    """When the program ends, if `done` says when each position does without waiting."""
     free = waited = 0.0
     for bucket in buckets:
-        axes = _record(bucket[0]).axes
-        sent = machine.link_of(axes, "all_reduce").seconds(sum(_record(n).bytes for n in bucket))
-        free = max(free, done[max(bucket, key=place.__getitem__)]) + sent
+        free = max(free, done[int(at[bucket[-1]])]) + link.seconds(_bytes(bucket))
         use = min(uses[node] for node in bucket)
-        arrives[use] = max(arrives.get(use, 0.0), free)
-    last = max(at.values(), default=0.0)
-    for use, arrival in sorted(arrives.items()):
-        waited = max(waited, arrival - at.get(use, last))
-    return last + waited
+        waited = max(waited, free - done[-1 if math.isinf(use) else int(use)])
+    return done[-1] + waited

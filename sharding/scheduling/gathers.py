@@ -16,14 +16,14 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.markers import listed, row
-from torchard.functional.programs.tags import AHEAD, LAYOUT, LOOP, PHASE, STEP, VAL
+from torchard.functional.programs.tags import AHEAD, LOOP, PHASE, STEP, VAL
 from torchard.functional.remat.rematerialise import tag_version
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.collective_ops import AllGather, PsumScatter
 from torchard.sharding.layouts.tags import AFTER, BUCKET, TURN
 from torchard.sharding.manual.manual_collectives import is_edge
 from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.scheduling.bucket import first_use, merge, positions
+from torchard.sharding.scheduling.bucket import common, first_use, merge, positions
 from torchard.sharding.scheduling.collectives import op_of
 
 __all__ = ["gather_again", "gather_by_layer", "layer_of"]
@@ -138,17 +138,16 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
     """
     kinds: dict[tuple[Any, ...], dict[Any, list[fx.Node]]] = {}
     for node in _gathers(graph, set(layers)):
-        step, val, phase = STEP.of(node), VAL.of(node), PHASE.get(node, "forward")
-        if _is_of_parameter(node.all_input_nodes[0]) and val.dtype != torch.bool:
-            kind = (step.axes, val.dtype, val.device, LAYOUT.of(node).home, LOOP.get(node), phase)
+        if _is_of_parameter(node.all_input_nodes[0]) and VAL.of(node).dtype != torch.bool:
             layer = LOOP.get(node, layers[root_of(node)])
-            kinds.setdefault(kind, {}).setdefault(layer, []).append(node)
+            kinds.setdefault(common(node), {}).setdefault(layer, []).append(node)
     begins: set[fx.Node] = set()
-    for (*_, phase), by_layer in kinds.items():
+    for by_layer in kinds.values():
+        members = [node for bucket in by_layer.values() for node in bucket]
         firsts = _place(graph, list(by_layer.values()), ahead)
-        if phase == "backward":
+        if PHASE.get(members[0]) == "backward":
             begins.update(firsts)
-        for node in (node for bucket in by_layer.values() for node in bucket if LOOP.on(node)):
+        for node in (node for node in members if LOOP.on(node)):
             if distance := min(ahead, LOOP.of(node).count - 1):
                 AHEAD.set(node, distance)
     _number_turns(graph, begins)

@@ -14,10 +14,10 @@ from torch import fx
 
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tags import LAYOUT, LOOP, PHASE, RECOMPUTE, STEP, VAL
+from torchard.functional.programs.tags import LOOP, RECOMPUTE, VAL
 from torchard.sharding.layouts.collective_ops import PsumScatter
 from torchard.sharding.layouts.tags import AFTER, BUCKET
-from torchard.sharding.scheduling.bucket import first_use, merge, positions
+from torchard.sharding.scheduling.bucket import common, first_use, merge, positions
 from torchard.sharding.scheduling.collectives import op_of
 from torchard.sharding.scheduling.gathers import layer_of
 
@@ -69,9 +69,7 @@ def _kind(node: fx.Node) -> tuple[Any, ...] | None:
     op = op_of(node)
     if not isinstance(op, PsumScatter) or RECOMPUTE.get(node):
         return None
-    val: torch.Tensor = VAL.of(node)
-    phase, home = PHASE.get(node, "forward"), LAYOUT.of(node).home
-    return STEP.of(node).axes, op.reduction, val.dtype, val.device, home, LOOP.get(node), phase
+    return op.reduction, *common(node)
 
 
 def _buckets(

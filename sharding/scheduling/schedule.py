@@ -120,7 +120,7 @@ def count_first(graph: fx.Graph) -> None:
 
 def _cheap_operands(node: fx.Node) -> list[fx.Node]:
     """The operations that a value depends on, operands first, if they are few and cheap; else none."""
-    found, stack = {node: None}, [node]
+    found, stack = {node}, [node]
     while stack:
         for operand in stack.pop().all_input_nodes:
             if operand.op == "placeholder" or operand in found:
@@ -128,7 +128,7 @@ def _cheap_operands(node: fx.Node) -> list[fx.Node]:
             dear = STEP.on(operand) or is_product(operand) or RECOMPUTE.get(operand)
             if dear or operand.op != "call_function" or LOOP.on(operand) or len(found) > _CHEAP:
                 return []
-            found[operand] = None
+            found.add(operand)
             stack.append(operand)
     return [] if LOOP.on(node) or RECOMPUTE.get(node) else sorted(found)
 
