@@ -83,15 +83,15 @@ def _kinds(graph: fx.Graph) -> list[list[fx.Node]]:
         if not isinstance(op, AllReduce) or op.reduction != "sum" or RECOMPUTE.get(node):
             continue
         if VAL.of(node).dtype != torch.bool:
-            kinds.setdefault(common(node), []).append(node)
+            kinds.setdefault((LOOP.get(node), common(node)), []).append(node)
     return list(kinds.values())
 
 
 def common(node: fx.Node) -> tuple[Hashable, ...]:
-    """What the members of a bucket share: axes, dtype, device, phase, home and loop."""
+    """What the members of a bucket share: axes, dtype, device, phase and home."""
     val: torch.Tensor = VAL.of(node)
     phase, home = PHASE.get(node, "forward"), LAYOUT.of(node).home
-    return STEP.of(node).axes, val.dtype, val.device, phase, home, LOOP.get(node)
+    return STEP.of(node).axes, val.dtype, val.device, phase, home
 
 
 def _patient(steps: Sequence[fx.Node], at: dict[fx.Node, float]) -> list[fx.Node]:

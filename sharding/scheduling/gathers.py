@@ -140,7 +140,8 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
     for node in _gathers(graph, set(layers)):
         if _is_of_parameter(node.all_input_nodes[0]) and VAL.of(node).dtype != torch.bool:
             layer = LOOP.get(node, layers[root_of(node)])
-            kinds.setdefault(common(node), {}).setdefault(layer, []).append(node)
+            key = LOOP.get(node), common(node)
+            kinds.setdefault(key, {}).setdefault(layer, []).append(node)
     begins: set[fx.Node] = set()
     for by_layer in kinds.values():
         members = [node for bucket in by_layer.values() for node in bucket]

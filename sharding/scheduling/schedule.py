@@ -110,12 +110,16 @@ def count_first(graph: fx.Graph) -> None:
 
     The ranks would otherwise wait for one another at the loss.
     """
-    last = _last_placeholder(graph)
+    if not (placeholders := graph.find_nodes(op="placeholder")):
+        return
+    last, moved = placeholders[-1], set[fx.Node]()
     for node in list(graph.nodes):
         if _is_sum(node) and VAL.of(node).numel() <= _FEW:
             for needed in _cheap_operands(node):
-                last.append(needed)
-                last = needed
+                if needed not in moved:  # two counts may read one value
+                    last.append(needed)
+                    last = needed
+                    moved.add(needed)
 
 
 def _cheap_operands(node: fx.Node) -> list[fx.Node]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchard import Link, Machine, Mesh, P, Schedule, ShapeDtype, place, shard
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import COLLECTIVE
+from torchard.sharding.scheduling.schedule import count_first
 
 LAYERS, WIDTH = 8, 1024
 PARAMS = [ShapeDtype((WIDTH, WIDTH))] * LAYERS
@@ -76,6 +77,31 @@ def test_the_count_of_targets_is_reduced_before_anything_is_computed() -> None:
     assert names.index("all_reduce") < names.index("mm")
     plain = torch.func.grad_and_value(mean)(weights, *(value.full() for value in batch))
     torch.testing.assert_close(step(weights, *batch), plain)
+
+
+def test_counts_that_share_values() -> None:
+    """Both are reduced first, and what both read is computed before either."""
+    mesh, x = Mesh({"dp": 2}, virtual=True), torch.randn(8, 3)
+
+    def counts(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        known = x.sin()
+        first = known.sum()
+        second = known.cos().sum().sqrt()
+        return (x @ w).square() + first, second
+
+    step = shard(counts, mesh, in_specs=(P(), P("dp")), out_specs=P())
+    w = torch.randn(3, 3)
+    names = order(step.lower(w, x))
+    assert names.index("mm") > max(i for i, name in enumerate(names) if name == "all_reduce")
+    torch.testing.assert_close(step(w, x), counts(w, x))
+    graph = step.lower(w, x).graph
+    count_first(graph)
+    graph.lint()
+
+
+def test_programs_without_inputs() -> None:
+    step = shard(lambda: torch.ones(4).sum(), Mesh({"dp": 2}, virtual=True), out_specs=P())
+    assert step() == 4
 
 
 def order(program: Program) -> list[Any]:
