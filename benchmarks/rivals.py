@@ -339,11 +339,13 @@ def timed(kind: str, width: int, rounds: int) -> list[list[str]]:
 # -- the run ----------------------------------------------------------------------------------------
 
 
-def work(rank: int, meeting: str, measure: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def work(
+    rank: int, meeting: str, ranks: int, measure: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     """Run one rank of a measurement, whose result the first one writes."""
     torch.set_num_threads(1)
-    store = dist.FileStore(meeting, RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    store = dist.FileStore(meeting, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     result = measure(*args)
     if rank == 0:
         torch.save(result, meeting + ".result")
@@ -351,10 +353,10 @@ def work(rank: int, meeting: str, measure: Callable[..., Any], args: tuple[Any, 
     dist.destroy_process_group()
 
 
-def on_ranks(measure: Callable[..., Any], *args: Any) -> Any:
+def on_ranks(measure: Callable[..., Any], *args: Any, ranks: int = RANKS) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (f"{folder}/meeting", measure, args), RANKS)
-        return torch.load(f"{folder}/meeting.result")
+        spawn(work, (f"{folder}/meeting", ranks, measure, args), ranks)
+        return torch.load(f"{folder}/meeting.result", weights_only=False)
 
 
 def table(kind: str, width: int, rounds: int) -> str:

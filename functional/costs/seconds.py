@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.costs.flops import flops_of, is_product
+from torchard.functional.costs.flops import flops_of, is_product, op_name
 from torchard.functional.costs.traffic import bytes_touched
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.tags import STAGE, VAL
+from torchard.functional.programs.views import is_view
 
-__all__ = ["busy_seconds", "device_of", "seconds_of"]
+__all__ = ["busy_seconds", "device_of", "family", "seconds_of"]
 
 
 def seconds_of(node: fx.Node, machine: Machine, written: bool | None = None) -> float:
@@ -26,15 +27,24 @@ def seconds_of(node: fx.Node, machine: Machine, written: bool | None = None) -> 
     Args:
         written: as for `bytes_touched`.
     """
-    busy = 0.0 if STAGE.on(node) else busy_seconds(node, machine, written)
-    return machine.launch + busy / times(node) if busy else 0.0
+    if STAGE.on(node):
+        return 0.0
+    if busy := busy_seconds(node, machine, written):
+        return machine.launch + busy / times(node)
+    return machine.view if node.op == "call_function" and is_view(node) else 0.0
 
 
 def busy_seconds(node: fx.Node, machine: Machine, written: bool | None = None) -> float:
     """The seconds of an operation in all iterations, without its launches: what ranks can share."""
     touched = bytes_touched(node, written)
     multiplied = flops_of(node) if is_product(node) else 0
-    return max(multiplied / machine.rate(_dtype(node)), touched / machine.bandwidth)
+    seconds = max(multiplied / machine.rate(_dtype(node)), touched / machine.bandwidth)
+    return seconds / machine.efficiency.get(family(node), 1.0) if seconds else 0.0
+
+
+def family(node: fx.Node) -> str:
+    """The name of a node's operation, without the constants that it was created for: ``"adamw"``."""
+    return op_name(node).partition("[")[0]
 
 
 def _dtype(node: fx.Node) -> str:

@@ -51,7 +51,10 @@ class Machine:
         name: the name of the machine.
         flops: floating point operations per second of products in each dtype, such as ``"bfloat16"``.
         bandwidth: bytes per second between memory and a rank's processor.
-        launch: seconds that each operation takes, however small.
+        launch: seconds that each operation takes, however small; ``view``: that a view takes; ``call``:
+            that a call of a program takes, however little it computes.
+        efficiency: the share of these rates that an operation reaches, by its name, such as
+            ``"aten.gelu"``; of all others, 1.
         memory: bytes of memory of a rank.
         link: the link of axes that are not in ``links``.
         links: the link of each mesh axis, ``"tp"``, or of one collective along it, ``"tp/all_gather"``.
@@ -72,6 +75,9 @@ class Machine:
     flops: Mapping[str, float]
     bandwidth: Annotated[float, AtLeast(0)]
     launch: Annotated[float, AtLeast(0)] = 0.0
+    view: Annotated[float, AtLeast(0)] = 0.0
+    call: Annotated[float, AtLeast(0)] = 0.0
+    efficiency: Mapping[str, float] = field(default_factory=dict)
     memory: Annotated[int, AtLeast(0)] = 0
     link: Link = Link(float("inf"))
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -86,6 +92,8 @@ class Machine:
                 f'Machine {self.name!r} has rates for {", ".join(self.flops) or "no dtype"}; flops needs '
                 'a rate for "float32", which other dtypes have by default.'
             )
+        if wrong := {name: share for name, share in self.efficiency.items() if not share > 0}:
+            raise ValueError(f"Machine {self.name!r}: efficiency is {wrong}; shares are more than 0.")
         if self.overlaps > 1:
             raise ValueError(f"Machine: overlaps is {self.overlaps}; it is a share, from 0 to 1.")
 
@@ -114,6 +122,8 @@ class Machine:
             flops={dtype: rate / ranks for dtype, rate in self.flops.items()},
             bandwidth=self.bandwidth / ranks,
             launch=self.launch * ranks,
+            view=self.view * ranks,
+            call=self.call * ranks,
             memory=int(self.memory / ranks),
         )
 

@@ -78,7 +78,7 @@ def timelines(
     """
     links = _Links(lists)
     acts = [_Acts(links, n, machine, each).of_list() for n, each in enumerate(seconds)]
-    ranks = [_Rank(each) for each in acts]
+    ranks = [_Rank(each, machine.call) for each in acts]
     _play(ranks, machine)
     return [rank.done for rank in ranks]
 
@@ -215,10 +215,10 @@ class _Rank:
         begun: when it began the act.
     """
 
-    def __init__(self, acts: Sequence[_Act]) -> None:
+    def __init__(self, acts: Sequence[_Act], begun: float) -> None:
         self.acts, self.at, self.done = acts, 0, RankTimeline()
         self.left: float | None = None
-        self.begun = 0.0
+        self.begun = begun
 
     @property
     def act(self) -> _Act | None:
@@ -252,7 +252,7 @@ class _Rank:
 
 def _play(ranks: Sequence[_Rank], machine: Machine) -> None:
     """Run the acts of all ranks, from one end of an act or transfer to the next."""
-    now, free = 0.0, dict[Any, float]()
+    now, free = machine.call, dict[Any, float]()
     while True:
         while any([rank.settle(now, free) for rank in ranks]):
             pass

@@ -211,7 +211,8 @@ def _unsplit(plan: Plan, mesh: Mesh) -> tuple[dict[str, float], float]:
         if is_product(node):
             work = work_of(node, plan.given.machine)
             total += work
-            for axis in axes - option.cost(mesh.sizes).split:
+            used = option.cost(mesh.sizes).split.union(*(out.varying for out in option.outs))
+            for axis in axes - used:
                 lost[axis] += work
     return lost, total
 

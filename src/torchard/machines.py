@@ -8,5 +8,6 @@
 """
 
 from torchard.functional.machines.presets import h100, h200, v100
+from torchard.sharding.measuring.measure import measure
 
-__all__ = ["h100", "h200", "v100"]
+__all__ = ["h100", "h200", "measure", "v100"]

@@ -46,6 +46,25 @@ def test_operations_take_their_bytes_and_a_launch() -> None:
     )
 
 
+def test_views_and_calls_take_what_the_machine_says() -> None:
+    machine = replace(IDEAL, bandwidth=1e6, launch=1e-3, view=1e-4, call=1e-2)
+    double = jit(lambda x: (x + x).view(-1), backend="eager")
+    assert seconds(double, machine, X) == pytest.approx(2 * M * K * 4 / 1e6 + 1e-3 + 1e-4 + 1e-2)
+    time = double.lower(X).time(machine)
+    assert time.computing == pytest.approx(time.seconds - 1e-2)
+
+
+def test_an_operation_reaches_its_share_of_the_rates() -> None:
+    machine = replace(IDEAL, flops={"float32": 1e6}, efficiency={"aten.mm": 0.5, "aten.add": 2.0})
+    product = jit(torch.mm, backend="eager")
+    assert seconds(product, machine, X, W) == pytest.approx(2 * M * K * N / 0.5e6)
+    machine = replace(machine, bandwidth=1e6)
+    double = jit(lambda x: (x + x).sin(), backend="eager")
+    assert seconds(double, machine, X) == pytest.approx(2 * M * K * 4 * (1 / 2e6 + 1 / 1e6))
+    with pytest.raises(ValueError, match=r"Machine 'ideal': efficiency is \{'aten.mm': 0\}"):
+        replace(IDEAL, efficiency={"aten.mm": 0})
+
+
 def test_a_write_in_place_takes_what_it_writes() -> None:
     machine, cache, row = replace(IDEAL, bandwidth=1e6), torch.zeros(100, 10), torch.ones(10)
 

@@ -9,7 +9,7 @@ import torch
 import work
 from torch import Tensor
 
-from torchard import IdleAxisWarning, Mesh, P, ShapeDtype, constrain, shard, trace
+from torchard import IdleAxisWarning, Mesh, P, ShapeDtype, constrain, shard, shard_map, trace
 
 MESH = Mesh({"dp": 2, "tp": 4}, virtual=True)
 X, UP, DOWN = (ShapeDtype(shape) for shape in ((8, 16), (16, 32), (32, 16)))
@@ -62,6 +62,12 @@ def test_an_axis_that_splits_nothing_is_warned_of_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.lower(ShapeDtype((512, 512)), ShapeDtype((512, 512)))
+
+
+def test_no_warning_of_products_of_each_rank() -> None:
+    mesh = Mesh({"tp": 4}, virtual=True)
+    run = shard_map(lambda w: w @ w, mesh, in_specs=P("tp"), out_specs=P("tp"))
+    run.lower(ShapeDtype((4 * 256, 256)))
 
 
 def test_no_warning_where_the_work_is_split_or_nothing_was_asked_for() -> None:

@@ -1,0 +1,67 @@
+"""Measured machines: rates that explain what was timed, one machine for all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchard import Machine, Mesh, MeshError, jit, machines
+from torchard.sharding.measuring import calibration
+from torchard.sharding.measuring.calibration import Size
+from torchard.sharding.measuring.links import fitted
+from torchard.sharding.measuring.operations import Sample
+from torchard.sharding.measuring.rates import explained
+
+RATE, BANDWIDTH, LAUNCH, VIEW = 5e10, 1e10, 4e-6, 2e-6
+
+
+def sample(name: str, flops: int, size: int, share: float = 1.0) -> Sample:
+    busy = max(flops / RATE, size / BANDWIDTH) / share
+    return Sample(name, LAUNCH + busy, flops, size, view=False)
+
+
+def test_rates_are_those_by_which_samples_took_as_long() -> None:
+    """Of operations that reach different shares of the rates, and in several sizes."""
+    samples = [Sample("aten.view", VIEW, 0, 0, view=True)] * 40
+    samples += [sample("aten.ones", 0, 4)] * 4
+    for size in (10**5, 10**6, 10**7):
+        samples += [sample("aten.mm", 100 * size, size)] * 5
+        samples += [sample("aten.bmm", 100 * size, size, 0.5)] * 2
+        samples += [sample(name, 0, size, share) for name, share in (("aten.add", 2), ("aten.gelu", 0.5))]
+    rates = explained(samples)
+    assert rates.launch == pytest.approx(LAUNCH, rel=0.01) and rates.view == VIEW
+    assert rates.flops == pytest.approx(RATE, rel=0.01)
+    for name, share in (("aten.add", 2), ("aten.gelu", 0.5)):
+        assert rates.bandwidth * rates.efficiency[name] == pytest.approx(BANDWIDTH * share, rel=0.01)
+    assert rates.efficiency["aten.mm"] == pytest.approx(1)
+    assert rates.efficiency["aten.bmm"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("latency", "bandwidth"), [(1e-4, 1e9), (0.0, 1e8), (1e-3, 1e10)])
+def test_links_are_those_by_which_collectives_took_as_long(latency: float, bandwidth: float) -> None:
+    sent = [1e3, 1e5, 1e6, 1e7]
+    link = fitted(sent, [latency + size / bandwidth for size in sent])
+    assert link.latency == pytest.approx(latency, abs=1e-9)
+    assert link.bandwidth == pytest.approx(bandwidth)
+
+
+def test_a_virtual_mesh_has_no_rates() -> None:
+    with pytest.raises(MeshError, match=r"Mesh\(dp=2, virtual\) is virtual"):
+        machines.measure(Mesh({"dp": 2}, virtual=True))
+
+
+def test_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its rates are of this host, to an order of magnitude, and a file has all of them."""
+    monkeypatch.setattr(calibration, "SIZES", (Size(1, 16, 32), Size(1, 64, 64)))
+    machine = machines.measure()
+    assert 1e8 < machine.flops["float32"] < 1e13 and 1e7 < machine.bandwidth < 1e13
+    assert 1e-7 < machine.launch < 1e-2 and machine.view < 1e-2 and machine.call < 1
+    assert {"aten.mm", "aten.gelu", "adamw"} <= machine.efficiency.keys() and not machine.links
+    machine.save(tmp_path / "host.json")
+    assert Machine.load(tmp_path / "host.json") == replace(machine)
+    square = torch.ones(512, 512)
+    product = jit(torch.mm, backend="eager").lower(square, square).time(machine)
+    assert product.seconds == pytest.approx(2 * 512**3 / machine.flops["float32"], rel=0.5)
