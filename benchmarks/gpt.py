@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "LAYERS", "batch"]
+__all__ = ["GPT", "LAYERS", "VOCABULARY", "batch"]
 
 VOCABULARY, LENGTH, LAYERS, HEADS, BATCH = 256, 64, 4, 4, 8
 
@@ -31,9 +31,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, length: int = LENGTH) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 

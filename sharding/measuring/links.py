@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchard.functional.machines.machine import Link, Machine
 from torchard.sharding.manual import collective_api as api
-from torchard.sharding.measuring.operations import median_seconds
+from torchard.sharding.measuring.operations import mean_seconds
 from torchard.sharding.shard_map import shard_map
 from torchard.sharding.values.mesh import Mesh
 from torchard.sharding.redistribute import place
@@ -25,7 +25,7 @@ from torchard.sharding.values.spec import P
 __all__ = ["fitted", "links_of", "overlap", "seconds_of_call"]
 
 _SIZES = (2**8, 2**14, 2**17, 2**20)  # elements of each rank
-_CHAIN, _ROUNDS = 4, 7
+_CHAIN, _ROUNDS = 4, 24
 
 Step = Callable[[Tensor, str, int], Tensor]
 
@@ -61,7 +61,7 @@ def _link(mesh: Mesh, axis: str, step: Step, machine: Machine) -> Link:
     for size in _SIZES:
         x = place(torch.ones(size * ranks), mesh, P(axis))
         plan = run.lower(x)
-        seconds = median_seconds(lambda x=x: run(x), _ROUNDS)  # type: ignore[misc]
+        seconds = mean_seconds(lambda x=x: run(x), _ROUNDS)  # type: ignore[misc]
         took.append(max(seconds - plan.time(free).seconds, 1e-6) / _CHAIN)
         sent.append(plan.collectives[0].bytes)
     return fitted(sent, took)
@@ -92,7 +92,7 @@ def _send(mesh: Mesh, axis: str) -> Link:
                 dist.recv(x, first, group)
                 dist.send(x, first, group)
 
-        took.append(median_seconds(there_and_back, _ROUNDS) / 2)
+        took.append(mean_seconds(there_and_back, _ROUNDS) / 2)
     return fitted(sizes, took)
 
 
@@ -108,7 +108,7 @@ def seconds_of_call(mesh: Mesh) -> float:
 
         run = shard_map(chain, mesh, in_specs=P(axis), out_specs=P(axis))
         x = place(torch.ones(mesh.size), mesh, P(axis))
-        return median_seconds(lambda: run(x), 4 * _ROUNDS)
+        return mean_seconds(lambda: run(x), _ROUNDS)
 
     one = seconds(1)
     return max(one - (seconds(1 + _CHAIN) - one) / _CHAIN, 0.0)
@@ -127,7 +127,7 @@ def overlap(mesh: Mesh, axis: str, machine: Machine) -> float:
 
     def seconds(fn: Callable[..., Any], out_specs: Any, *args: Any) -> float:
         run = shard_map(fn, mesh, in_specs=P(axis), out_specs=out_specs)
-        return median_seconds(lambda: run(*args), _ROUNDS)
+        return mean_seconds(lambda: run(*args), _ROUNDS)
 
     sent = seconds(lambda x: api.psum(x, axis), P(), x) - machine.call
     products = max(int(1.5 * sent * machine.flops["float32"] / (2 * 256**3)), 1)

@@ -19,7 +19,7 @@ from torchard.functional.costs.traffic import bytes_touched
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.views import is_view
 
-__all__ = ["Sample", "mean_of_ranks", "median_seconds", "timed"]
+__all__ = ["Sample", "mean_of_ranks", "mean_seconds", "median_seconds", "timed"]
 
 _WARMUP = 2
 
@@ -74,6 +74,20 @@ def _run(graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[fx.Node, float]]:
 
 def median_seconds(run: Callable[[], Any], rounds: int, meet: bool = True) -> float:
     """The median seconds of a call on its slowest rank; ranks begin together if they `meet`."""
+    return float(_seconds(run, rounds, meet).median())
+
+
+def mean_seconds(run: Callable[[], Any], rounds: int) -> float:
+    """The mean seconds of a call in which ranks wait for each other, without the slowest eighth.
+
+    A wait now and then takes a time slice of the scheduler, ten times as long as others: a program with
+    many of them takes their mean.
+    """
+    took = _seconds(run, rounds, meet=True).sort().values
+    return float(took[: -max(rounds // 8, 1)].mean())
+
+
+def _seconds(run: Callable[[], Any], rounds: int, meet: bool) -> torch.Tensor:
     took = []
     for _ in range(_WARMUP + rounds):
         if meet and dist.is_initialized():
@@ -85,7 +99,7 @@ def median_seconds(run: Callable[[], Any], rounds: int, meet: bool = True) -> fl
     slowest = torch.tensor(took[_WARMUP:], dtype=torch.float64)
     if meet and dist.is_initialized():
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest.median())
+    return slowest
 
 
 def mean_of_ranks(values: Iterable[float]) -> list[float]:

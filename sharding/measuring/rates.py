@@ -40,7 +40,9 @@ def explained(samples: Sequence[Sample]) -> Rates:
     bandwidth = _mean(s.bytes / busy[s] for s in computing if not s.flops)
     shares: defaultdict[str, list[float]] = defaultdict(list)
     for s in computing:
-        shares[s.name].append(max(s.flops / rate, s.bytes / bandwidth) / busy[s])
+        alike = max(s.flops / rate, s.bytes / bandwidth)
+        if alike > launch / 4:  # what is smaller is all launch
+            shares[s.name].append(alike / busy[s])
     return Rates(
         rate,
         bandwidth,
