@@ -12,7 +12,7 @@ JOBS  ?= 2
 # torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv published test explore writes laws mutants oracle proofs coverage races kernels sweep inductor newest matrix lint types docs demo bench images clean zoo alarms detection reach
+.PHONY: help venv published test explore writes laws mutants oracle proofs coverage races kernels sweep inductor newest matrix lint types docs demo bench images clean zoo alarms detection reach time
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -123,6 +123,9 @@ demo: $(STAMP) ## train one model by three plans, on two gloo ranks and a virtua
 	$(TORCHRUN) examples/train_gpt.py --mesh tp=2 --plan tp --steps 150
 	$(TORCHRUN) examples/train_gpt.py --mesh dp=2 --plan fsdp --steps 150
 	$(BIN)/python examples/train_gpt.py --virtual dp=2,tp=2 --plan fsdp+tp --steps 50
+
+time: $(STAMP) ## measure this machine, then predicted beside measured seconds of plans on two and four ranks (ten minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/predicted.py $(ARGS)
 
 bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; memory; decoding; pipelines; rivals; fusion (ARGS=--quick)
 	$(BIN)/python benchmarks/bench.py $(ARGS)

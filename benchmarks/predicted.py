@@ -5,9 +5,9 @@
 
 `machines.measure` times operations of another step, and collectives alone; then each plan of a GPT with
 AdamW is timed (the median of rounds, on the slowest rank) and predicted. The check is that the median
-error is at most 15 % for steps of each size, and that eight or more plans of one model are ranked as they
-are measured (Kendall's tau of at least 0.85, over all pairs). Then each rate of the machine is made 4 times as high and
-as low: a machine that is wrong has to fail this check.
+error is at most 15 % for steps of each size, and that eight or more plans of one model are ranked as
+they are measured (Kendall's tau of at least 0.85, over all pairs). Then each rate of the machine is made
+4 times as high and as low: a machine that is wrong has to fail this check.
 """
 
 from __future__ import annotations
@@ -22,125 +22,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import gpt
 import torch
 import torch.distributed as dist
 from bench import RESULTS, aligned
 from bench import machine as host
-from rivals import BATCHES, DECAY, RATE, SPLIT, on_ranks
+from plans import SIZES, Plan, Step, plans
+from rivals import on_ranks
 
-from torchard import (
-    Colwise,
-    Link,
-    Machine,
-    Mesh,
-    P,
-    Rowwise,
-    functionalize,
-    machines,
-    optim,
-    parallelize,
-    pipeline,
-    place,
-    shard,
-    stage_specs,
-)
+from torchard import Link, Machine, Mesh, machines
 
 MOST_ERROR, LEAST_TAU, LEAST_PLANS, FACTOR = 0.15, 0.85, 8, 4
 WARMUP, ROUNDS = 3, 15
-
-
-class Size(NamedTuple):
-    """The size of a model's step: the width, sequences, and tokens of each."""
-
-    width: int
-    batch: int
-    length: int
-
-
-# What steps of these sizes mostly do: multiply, call small operations and collectives, send gradients.
-SIZES = {"multiplies": Size(192, 8, 64), "calls": Size(32, 8, 8), "sends": Size(320, 8, 8)}
-
-
-class Plan(NamedTuple):
-    """How a step runs: its size, the sizes of axes, and a pipeline's schedule.
-
-    An axis is dp, fsdp (of which the batch is split as well), tp or pp.
-    """
-
-    size: str
-    axes: tuple[tuple[str, int], ...]
-    schedule: str = ""
-
-    def __str__(self) -> str:
-        return f"{' '.join(f'{a}={n}' for a, n in self.axes)} {self.schedule}".strip()
-
-
-def plans(ranks: int) -> list[Plan]:
-    """All plans in the first two sizes; in the last those that send parameters or gradients."""
-    split = [((axis, ranks),) for axis in ("dp", "fsdp", "tp")]
-    staged = [((("pp", ranks),), schedule) for schedule in ("1f1b", "gpipe")]
-    if ranks == 4:
-        split += [((axis, 2), ("tp", 2)) for axis in ("dp", "fsdp")]
-        staged += [((("pp", 2), (axis, 2)), "1f1b") for axis in ("dp", "tp")]
-    ways = [*((axes, "") for axes in split), *staged]
-    return [
-        Plan(size, *way)
-        for size in SIZES
-        for way in ways
-        if size != "sends" or {axis for axis, _ in way[0]} & {"dp", "fsdp"}
-    ]
-
-
-def batch_of(size: Size, number: int) -> tuple[torch.Tensor, ...]:
-    seed = torch.Generator().manual_seed(number)
-    return torch.randint(gpt.VOCABULARY, (2, size.batch, size.length), generator=seed).unbind()
-
-
-class Step:
-    """A training step by a plan; it keeps the parameters and the optimizer's state."""
-
-    def __init__(self, plan: Plan) -> None:
-        size = SIZES[plan.size]
-        torch.manual_seed(0)
-        fn, params = functionalize(gpt.GPT(size.width, size.length))
-        params = {name: p.detach().clone() for name, p in params.items()}
-        optimizer = optim.adamw(RATE, weight_decay=DECAY)
-
-        def train(params: Any, state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-            grads, loss = torch.func.grad_and_value(fn)(params, x, y)
-            return (*optimizer.update(grads, state, params), loss)
-
-        axes = dict(plan.axes)
-        mesh = Mesh(axes)
-        rows = next((a for a in ("dp", "fsdp") if a in axes), None)
-        self.batches = [place(batch_of(size, n), mesh, P(rows) if rows else P()) for n in range(BATCHES)]
-        specs: Any = {name: P() for name in params}
-        if "tp" in axes or "fsdp" in axes:
-            kinds = {"out": Colwise, "in": Rowwise}
-            split = {f"blocks.*.{name}": kinds[dim]() for name, dim in SPLIT.items()}
-            whole = "fsdp" if "fsdp" in axes else None
-            specs, _ = parallelize(
-                fn, mesh, split if "tp" in axes else {}, batch=rows, fsdp=whole
-            )
-        state = optim.AdamState(P(), specs, specs)
-        if plan.schedule:
-            where = {"stages": "blocks.*", "microbatches": 4, "batch": (None, None, 0, 0)}
-            self.run = pipeline(train, mesh, "pp", schedule=plan.schedule, **where)
-            if "tp" not in axes:
-                specs = stage_specs(self.run, params, optimizer.init(params), *batch_of(size, 0))
-        else:
-            self.run = shard(train, mesh, out_specs=(specs, state, P()))
-        self.params = place(params, mesh, specs)
-        self.state = optimizer.init(self.params)
-
-    def __call__(self, number: int) -> None:
-        data = self.batches[number % BATCHES]
-        self.params, self.state, loss = self.run(self.params, self.state, *data)
-        float(loss)
-
-    def lowered(self) -> Any:
-        return self.run.lower(self.params, self.state, *self.batches[0])
 
 
 class Found(NamedTuple):
@@ -195,20 +87,32 @@ def tau(measured: Sequence[float], predicted: Sequence[float]) -> float:
     return 2 * agreed / len(pairs) - 1
 
 
+def _named(shape: Sequence[int]) -> dict[str, int]:
+    return {f"axis{i}": size for i, size in enumerate(shape)}
+
+
+def along(plan: Plan, known: Machine) -> Machine:
+    """The machine with the links of a measured mesh for the axes of a plan, in order."""
+    names = {f"axis{i}": axis for i, (axis, _) in enumerate(plan.axes)}
+    links = {}
+    for name, link in known.links.items():
+        axis, *kind = name.split("/")
+        links["/".join([names[axis], *kind])] = link
+    return replace(known, links=links)
+
+
 def compared() -> tuple[list[tuple[Plan, float, float, float]], dict[str, list[float]]]:
     """The seconds of each plan, and those predicted on the machine and on wrong ones."""
-    known: dict[Any, Machine] = {}
+    each = plans(dist.get_world_size())
+    known = {shape: machines.measure(Mesh(_named(shape))) for shape in {p.shape: 0 for p in each}}
     predicted: dict[str, list[float]] = {}
     rows = []
-    for plan in plans(dist.get_world_size()):
-        if plan.axes not in known:
-            known[plan.axes] = machines.measure(Mesh(dict(plan.axes)))
-    for plan in plans(dist.get_world_size()):
+    for plan in each:
         found = timed(plan)
         if dist.get_rank() == 0:
             print(plan, file=sys.stderr, flush=True)
         rows.append(found[:4])
-        for name, machine in falsified(known[plan.axes]).items():
+        for name, machine in falsified(along(plan, known[plan.shape])).items():
             predicted.setdefault(name, []).append(found.lowered.time(machine).seconds)
     return rows, predicted
 

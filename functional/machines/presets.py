@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torchard.functional.machines.machine import Link, Machine
 
-__all__ = ["PLANNING", "default", "h100", "h200", "v100"]
+__all__ = ["PLANNING", "cpu", "default", "h100", "h200", "v100"]
 
 _NDR = Link(400e9 / 8, 10e-6)  # InfiniBand NDR, one port of 400 Gb/s for each GPU
 _EDR = Link(4 * 100e9 / 8 / 8, 10e-6)  # four ports of 100 Gb/s for the eight GPUs of a host
@@ -47,7 +47,7 @@ _H200 = replace(
     source="NVIDIA H200 Tensor Core GPU data sheet (SXM), 2024",
 )
 
-
+_ETHERNET = Link(10e9 / 8, 500e-6)
 _CORE = Machine(
     "one core of a host",
     flops={"float32": 76.8e9, "float64": 38.4e9},
@@ -106,6 +106,22 @@ def h100(between: Collection[str] = ()) -> Machine:
     450000000000.0
     """
     return _between(_H100, between, _NDR)
+
+
+def cpu(between: Collection[str] = ()) -> Machine:
+    """A core of a server, whose ranks send to each other by gloo.
+
+    Args:
+        between: the mesh axes along which ranks are on different hosts, joined by Ethernet of 10 Gb/s.
+
+    Returns:
+        The machine, as one rank on one core sees it: the one by which choices on CPUs are made.
+
+    >>> from torchard import machines
+    >>> machines.cpu().link_of(["tp"]).latency
+    0.0004
+    """
+    return _between(_CORE, between, _ETHERNET)
 
 
 def h200(between: Collection[str] = ()) -> Machine:

@@ -6,7 +6,7 @@ long. What the program computes besides is subtracted, by its prediction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch import Tensor
 from torchard.functional.machines.machine import Link, Machine
 from torchard.sharding.manual import collective_api as api
 from torchard.sharding.measuring.operations import mean_seconds
+from torchard.sharding.redistribute import place
 from torchard.sharding.shard_map import shard_map
 from torchard.sharding.values.mesh import Mesh
-from torchard.sharding.redistribute import place
 from torchard.sharding.values.spec import P
 
 __all__ = ["fitted", "links_of", "overlap", "seconds_of_call"]

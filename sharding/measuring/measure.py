@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import platform
 from dataclasses import replace
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchard.functional.jit import jit
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.functional.jit import jit
 from torchard.functional.machines.machine import Link, Machine
 from torchard.functional.remat.liveness import as_run
 from torchard.functional.trace import trace
@@ -54,8 +55,8 @@ def measure(mesh: Mesh | None = None) -> Machine:
     """
     if mesh is not None and mesh.virtual:
         raise MeshError(
-            f"measure: {mesh} is virtual: one process simulates all ranks, which takes longer than they "
-            "would. Measure a mesh of processes, or one process by measure()."
+            f"measure: {mesh} is virtual: one process simulates all ranks, which have no time of their "
+            "own. Measure a mesh of processes, or one process by measure()."
         )
     machine = _of_rates(explained(_samples()))
     machine = replace(machine, flops=_of_dtypes(machine), call=_call())
@@ -76,14 +77,14 @@ def _of_rates(rates: Rates) -> Machine:
 
 
 def _samples() -> list[Sample]:
-    """The operations of a training step in several sizes; each with its part of what else a call takes."""
+    """The operations of a training step in several sizes, each with its part of the call's overhead."""
     samples: list[Sample] = []
     for size in calibration.SIZES:
         args = calibration.values(size)
         program = as_run(trace(calibration.step)(*args))
         each = timed(program, tree.leaves(args), _ROUNDS)
-        run = jit(calibration.step, backend="eager")
-        (whole,) = mean_of_ranks([median_seconds(lambda: run(*args), _ROUNDS)])
+        call = functools.partial(jit(calibration.step, backend="eager"), *args)
+        (whole,) = mean_of_ranks([median_seconds(call, _ROUNDS)])
         rest = max(whole - sum(s.seconds for s in each), 0.0) / len(each)
         samples += [s._replace(seconds=s.seconds + rest) for s in each]
     return samples
@@ -125,7 +126,8 @@ def _on(mesh: Mesh, machine: Machine) -> Machine:
     shares: list[float] = []
     for axis in (a for a in mesh.axes if mesh.shape[a] > 1):
         of_axis = links_of(mesh, axis, machine)
-        links |= {axis: of_axis["all_reduce"]} | {f"{axis}/{kind}": each for kind, each in of_axis.items()}
+        links[axis] = of_axis["all_reduce"]
+        links |= {f"{axis}/{kind}": each for kind, each in of_axis.items()}
         shares.append(overlap(mesh, axis, replace(machine, links=links)))
     slowest = min(links.values(), key=lambda link: link.bandwidth, default=machine.link)
     return _agreed(replace(machine, links=links, link=slowest, overlaps=min(shares, default=1.0)))

@@ -1,4 +1,4 @@
-"""Rates that explain measured seconds: launches, FLOPs, bandwidth, and each operation's share of these."""
+"""Rates that explain measured seconds: launches, FLOPs, bandwidth, each operation's share of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines from their makers' data sheets, for ``.lower(...).time(machine)``.
+"""Machines, for ``.lower(...).time(machine)``: from their makers' data sheets, or measured.
 
 >>> import torchard as ta
 >>> from torchard import machines
@@ -7,7 +7,7 @@
 (450000000000.0, 50000000000.0)
 """
 
-from torchard.functional.machines.presets import h100, h200, v100
+from torchard.functional.machines.presets import cpu, h100, h200, v100
 from torchard.sharding.measuring.measure import measure
 
-__all__ = ["h100", "h200", "measure", "v100"]
+__all__ = ["cpu", "h100", "h200", "measure", "v100"]

@@ -24,6 +24,7 @@ warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarn
 sys.path.append(str(EXAMPLES))
 
 import gloo_checkpoint  # noqa: E402
+import gloo_measured  # noqa: E402
 import gloo_operations  # noqa: E402
 import gloo_scatters  # noqa: E402
 import gloo_storage  # noqa: E402
@@ -67,6 +68,7 @@ from torchard.sharding.pipelining.schedules import SCHEDULES  # noqa: E402
 
 CHECKS: dict[str, Callable[[int, int], Any]] = {
     **gloo_checkpoint.CHECKS,
+    **gloo_measured.CHECKS,
     **gloo_operations.CHECKS,
     **gloo_scatters.CHECKS,
     **gloo_storage.CHECKS,
@@ -77,7 +79,7 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
 ON_TWO = {
     "caches_in_place",
     *("single_operations", "names_in_a_trace", "planned_memory", "policies_that_differ"),
-    *("every_dtype_moves", "every_dtype_adds_up", "checkpointed_steps"),
+    *("every_dtype_moves", "every_dtype_adds_up", "checkpointed_steps", "measured_machine"),
     *("bytes_of_a_fully_sharded_step", "a_batch_shorter_than_the_mesh"),
     *("gradient_through_place_and_full", "one_rank_gathers_alone", "one_rank_retraces_alone"),
     *("storage_one_rank_does_not_call", "storage_one_rank_dies"),

@@ -75,6 +75,18 @@ def test_scatters_of_a_layer_are_one_call(ranks: Results) -> None:
 
 
 @on_two
+def test_ranks_measure_one_machine(ranks: Results) -> None:
+    """With a link of each collective, by which programs are predicted."""
+    one, other = every(ranks, "measured_machine")
+    assert one == other
+    kinds = ("all_gather", "all_reduce", "all_to_all", "ppermute", "psum_scatter", "send")
+    assert one["links"] == ["x", *(f"x/{kind}" for kind in kinds)]
+    assert all(0 <= each < 1 for each in one["latencies"])
+    assert all(each > 1e4 for each in one["bandwidths"])
+    assert one["sent"] == pytest.approx(one["predicted"])
+
+
+@on_two
 def test_caches_are_written_where_they_are(ranks: Results) -> None:
     assert all(every(ranks, "caches_in_place"))
 

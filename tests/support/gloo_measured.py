@@ -1,0 +1,38 @@
+"""Machines measured on real ranks: what `gloo.py` runs of them."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+from torchard import Mesh, P, ShapeDtype, machines, shard
+from torchard.sharding.measuring import calibration, links
+from torchard.sharding.measuring.calibration import Size
+
+__all__ = ["CHECKS"]
+
+
+def measured_machine(rank: int, world: int) -> dict[str, Any]:
+    """The machine that each rank has, and the seconds of an all_reduce on it, measured in small sizes."""
+    mesh = Mesh({"x": world})
+    with (
+        mock.patch.object(calibration, "SIZES", (Size(1, 16, 32),)),
+        mock.patch.object(links, "_SIZES", (2**8, 2**12, 2**14)),
+    ):
+        machine = machines.measure(mesh)
+    product = shard(torch.mm, mesh, (P(None, "x"), P("x")), P())
+    time = product.lower(ShapeDtype((64, 64)), ShapeDtype((64, 64))).time(machine)
+    (exposed,) = time.exposed
+    return {
+        "machine": str(machine),
+        "links": sorted(machine.links),
+        "latencies": [link.latency for link in machine.links.values()],
+        "bandwidths": [link.bandwidth for link in machine.links.values()],
+        "sent": exposed.sent,
+        "predicted": machine.links["x/all_reduce"].seconds(2 * (world - 1) / world * 64 * 64 * 4),
+    }
+
+
+CHECKS = {"measured_machine": measured_machine}
