@@ -58,7 +58,8 @@ class Machine:
         memory: bytes of memory of a rank.
         link: the link of axes that are not in ``links``.
         links: the link of each mesh axis, ``"tp"``, or of one collective along it, ``"tp/all_gather"``.
-        overlaps: the share of a transfer's time in which the rank can compute; in the rest it sends.
+        overlaps: the share of the time that a transfer's bytes take in which the rank can compute; in the
+            rest it sends. It computes during the latency.
         alone: how many times as fast a rank computes while no other that shares its processor does:
             rates are those of ranks that all compute.
         source: where the rates are from.

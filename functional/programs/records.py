@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torchard.functional.machines.machine import Machine
+from torchard.functional.machines.machine import Link, Machine
 
 __all__ = ["AxisWork", "PerIteration", "Record", "Records", "Work"]
 
@@ -46,9 +46,9 @@ class Record(PerIteration):
         """The data that the operation sends, for errors; empty if it sends nothing."""
         return ""
 
-    def over(self, machine: Machine) -> tuple[tuple[str, ...], float]:
-        """The links over which the operation sends, and the seconds that it takes on a machine."""
-        return (), 0.0
+    def over(self, machine: Machine) -> tuple[tuple[str, ...], Link, int]:
+        """The axes along which the operation sends, their link on a machine, and the bytes of a rank."""
+        return (), machine.link, 0
 
     def in_backward(self) -> Record:
         """The record of the same operation, recomputed for a backward."""

@@ -92,6 +92,7 @@ class _Transfer:
 
     Attributes:
         link: what one transfer at a time runs on.
+        busy: the seconds in which its ranks send, and do not compute.
         members: the number of ranks of the simulation that take part.
         issued: those that have issued it, each with the timeline and the node.
         end: when it ends, once all have.
@@ -100,6 +101,7 @@ class _Transfer:
     link: tuple[Any, ...]
     stream: tuple[str, ...]
     seconds: float
+    busy: float
     members: int
     issued: list[tuple[RankTimeline, fx.Node]] = field(default_factory=list)
     end: float | None = None
@@ -139,7 +141,7 @@ class _Links:
     def transfer(self, rank: int, node: fx.Node, machine: Machine) -> _Transfer:
         """The transfer that a rank's next issue on a link is part of."""
         record: Record = COLLECTIVE.of(node)
-        axes, seconds = record.over(machine)
+        axes, speed, size = record.over(machine)
         home = self.lists[rank].home
         members: Sequence[int] = [rank]
         link: tuple[Any, ...] = (*axes, *sorted(home.items()))
@@ -157,7 +159,8 @@ class _Links:
             link = (*axes, *sorted(others.items()))
         number = self.counts[rank, link]
         self.counts[rank, link] += 1
-        made = _Transfer(link, stream, seconds, len(members))
+        busy = (1 - machine.overlaps) * size / speed.bandwidth
+        made = _Transfer(link, stream, speed.seconds(size), busy, len(members))
         return self.known.setdefault((link, number), made)
 
 
@@ -200,8 +203,8 @@ class _Acts(StorageRun):
         transfer = self.links.transfer(self.rank, node, self.machine)
         self.transfers[result] = transfer
         self.acts.append(_Act(node, transfer=transfer))
-        if taken := transfer.seconds * (1 - self.machine.overlaps):
-            self.acts.append(_Act(node, taken, waits=True))
+        if transfer.busy:
+            self.acts.append(_Act(node, transfer.busy, waits=True))
 
 
 # -- all ranks together ----------------------------------------------------------------------------

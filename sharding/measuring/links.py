@@ -129,7 +129,9 @@ def overlap(mesh: Mesh, axis: str, machine: Machine) -> float:
         run = shard_map(fn, mesh, in_specs=P(axis), out_specs=out_specs)
         return mean_seconds(lambda: run(*args), _ROUNDS)
 
-    sent = seconds(lambda x: api.psum(x, axis), P(), x) - machine.call
+    link = machine.link_of([axis], "all_reduce")
+    sent = seconds(lambda x: api.psum(x, axis), P(), x) - machine.call - link.latency
+    sent = max(sent, x.numel() / ranks * x.element_size() / link.bandwidth)
     products = max(int(1.5 * sent * machine.flops["float32"] / (2 * 256**3)), 1)
     computing = seconds(lambda w: computed(w, products), P(axis), w)
     both = seconds(lambda w, x: (api.psum(x, axis), computed(w, products)), (P(), P(axis)), w, x)

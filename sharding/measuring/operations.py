@@ -1,4 +1,8 @@
-"""Operations timed where they run: in a program, one after another, on all ranks at once."""
+"""Operations timed where they run: in a program, one after another, on all ranks at once.
+
+What is counted is processor time of the thread: ranks that share processors interrupt each other, for
+much longer than a small operation takes.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,8 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.views import is_view
 
 __all__ = ["Sample", "mean_of_ranks", "mean_seconds", "median_seconds", "timed"]
+
+Clock = Callable[[], float]
 
 _WARMUP = 2
 
@@ -62,9 +68,9 @@ def _run(graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[fx.Node, float]]:
             known[node] = next(given)
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-            began = time.perf_counter()
+            began = time.thread_time()
             known[node] = node.target(*args, **kwargs)
-            took.append((node, time.perf_counter() - began))
+            took.append((node, time.thread_time() - began))
             del args, kwargs
         for operand in node.all_input_nodes:
             if reads[operand] is node:
@@ -72,9 +78,11 @@ def _run(graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[fx.Node, float]]:
     return took
 
 
-def median_seconds(run: Callable[[], Any], rounds: int, meet: bool = True) -> float:
+def median_seconds(
+    run: Callable[[], Any], rounds: int, meet: bool = True, clock: Clock = time.perf_counter
+) -> float:
     """The median seconds of a call on its slowest rank; ranks begin together if they `meet`."""
-    return float(_seconds(run, rounds, meet).median())
+    return float(_seconds(run, rounds, meet, clock).median())
 
 
 def mean_seconds(run: Callable[[], Any], rounds: int) -> float:
@@ -83,18 +91,18 @@ def mean_seconds(run: Callable[[], Any], rounds: int) -> float:
     A wait now and then takes a time slice of the scheduler, ten times as long as others: a program with
     many of them takes their mean.
     """
-    took = _seconds(run, rounds, meet=True).sort().values
+    took = _seconds(run, rounds, meet=True, clock=time.perf_counter).sort().values
     return float(took[: -max(rounds // 8, 1)].mean())
 
 
-def _seconds(run: Callable[[], Any], rounds: int, meet: bool) -> torch.Tensor:
+def _seconds(run: Callable[[], Any], rounds: int, meet: bool, clock: Clock) -> torch.Tensor:
     took = []
     for _ in range(_WARMUP + rounds):
         if meet and dist.is_initialized():
             dist.barrier()
-        began = time.perf_counter()
+        began = clock()
         result = run()
-        took.append(time.perf_counter() - began)
+        took.append(clock() - began)
         del result
     slowest = torch.tensor(took[_WARMUP:], dtype=torch.float64)
     if meet and dist.is_initialized():

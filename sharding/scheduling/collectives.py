@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from torchard.functional.core.scope_frames import in_iteration
-from torchard.functional.machines.machine import Machine
+from torchard.functional.machines.machine import Link, Machine
 from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import put
@@ -116,8 +116,8 @@ class Collective(Record):
     def __str__(self) -> str:
         return f"{self.kind}({'·'.join(self.axes)}) {list(self.shape)} {_dtype(self.dtype)}"
 
-    def over(self, machine: Machine) -> tuple[tuple[str, ...], float]:
-        return self.axes, machine.link_of(self.axes, self.kind).seconds(self.bytes)
+    def over(self, machine: Machine) -> tuple[tuple[str, ...], Link, int]:
+        return self.axes, machine.link_of(self.axes, self.kind), self.bytes
 
     def in_backward(self) -> Collective:
         return replace(self, phase="backward")
