@@ -154,7 +154,7 @@ def test_long_runs_part_in_a_short_time() -> None:
             total = total + torch.sin(x * i) * (1 + more * (i == 200))
         return total
 
-    begin = time.perf_counter()
+    begin = time.process_time()
     found = localize(lambda x: waves(x, 0.1), lambda x: waves(x, 0.0), torch.linspace(0.1, 1, 8))
     assert not found.agree and "aten.mul" in str(found)
-    assert time.perf_counter() - begin < 12
+    assert time.process_time() - begin < 12
