@@ -104,7 +104,7 @@ BUCKET: Tag[Any] = declare(
     "bucket",
     "the bucket of reshard steps that are sent as one collective",
     written_by="scheduling/bucket",
-    read_by="lowering/lower, scheduling/gathers, scheduling/scatters",
+    read_by="lowering/lower, scheduling/casts, scheduling/gathers, scheduling/scatters",
 )
 AFTER: Tag[Any] = declare(
     "after",
