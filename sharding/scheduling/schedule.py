@@ -29,6 +29,7 @@ from torchard.sharding.scheduling.bucket import merge_reductions
 from torchard.sharding.scheduling.casts import is_cast, is_cheap, narrow_in_turn
 from torchard.sharding.scheduling.collectives import op_of
 from torchard.sharding.scheduling.gathers import gather_again, gather_by_layer
+from torchard.sharding.scheduling.near_gathers import merge_near_gathers
 from torchard.sharding.scheduling.scatters import scatter_by_layer
 
 __all__ = ["Schedule", "schedule"]
@@ -105,6 +106,7 @@ def schedule(
     scatter_by_layer(program)
     narrow_in_turn(graph)
     gather_by_layer(graph, layers, how.prefetch)
+    merge_near_gathers(graph, layers)
 
 
 def count_first(graph: fx.Graph) -> None:
