@@ -87,7 +87,8 @@ CHUNK: Tag[tuple[int, tuple[tuple[str, int], ...]]] = declare(
     "chunk",
     "the number of the pipeline's chunk of layers that the operation belongs to, and its home",
     written_by="pipelining/chunks",
-    read_by="many",
+    read_by="microbatches/spread, pipelining/homes, pipelining/report, pipelining/tasks, "
+    "scheduling/added_sums, stage_specs",
     follows="place",
 )
 MICROBATCH: Tag[int] = declare(

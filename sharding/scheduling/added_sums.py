@@ -106,7 +106,8 @@ def _is_view(node: fx.Node) -> bool:
 def _view_key(node: fx.Node) -> Hashable:
     """The call of a view without its operand; a reshape of any kind is known by its shape."""
     if node.target in _RESHAPES:
-        return VAL.of(node).shape
+        shape: torch.Size = VAL.of(node).shape
+        return shape
     return node.target, frozen(node.args[1:]), frozen(node.kwargs)
 
 

@@ -1,7 +1,7 @@
 """Gathers that are needed at one place are sent by one call: the keys and values of an attention.
 
-Where positions are split, every query reads all keys, and then all values. Both are known before the first
-is used, so the values are gathered with the keys: at most one product earlier than by themselves.
+Where positions are split, every query reads all keys, and then all values. Both are known before the
+first is used, so the values are gathered with the keys: at most one product earlier than by themselves.
 """
 
 from __future__ import annotations

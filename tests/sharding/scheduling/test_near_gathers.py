@@ -92,7 +92,7 @@ def test_gradients(name: str, stacked: bool) -> None:
 
 
 def test_what_is_computed_later_or_used_far_away_waits_for_itself() -> None:
-    """Gathers that depend on one another; and one that is used with the last, not held since the first."""
+    """Gathers that depend on one another; one is used beside the last, and not held before."""
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x.cos()
