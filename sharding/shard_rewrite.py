@@ -39,6 +39,8 @@ from torchard.sharding.planning.decision import BATCH, DERIVED, PARAMETER, Given
 from torchard.sharding.planning.manual_options import check_local, local_operations, may_leave_as
 from torchard.sharding.planning.plan import choose, warn_of_idle_axes
 from torchard.sharding.planning.updates import after_backward, source_of, updated_inputs
+from torchard.sharding.scheduling.added_sums import add_before_reducing
+from torchard.sharding.scheduling.casts import send_narrowly
 from torchard.sharding.scheduling.gathers import layer_of
 from torchard.sharding.scheduling.partition import partition, unpartition
 from torchard.sharding.scheduling.precision import reduce_widely
@@ -163,6 +165,8 @@ class Shard(Rewrite):
         plan = choose(graph, self._given(program, graph), self.mesh)
         warn_of_idle_axes(plan, self.mesh, program.name, self.warned)
         spmd = partition(plan.graph, plan.given, plan.decision, self.mesh.sizes)
+        add_before_reducing(spmd)
+        send_narrowly(spmd)
         given = plan.given.inputs.values()
         for node, known in zip(spmd.find_nodes(op="placeholder"), given, strict=True):
             if not isinstance(known, int):  # a cotangent has the layout of its output

@@ -98,8 +98,7 @@ FRAMES: Tag[tuple[Frame, ...]] = declare(
 SEGMENTS: Tag[tuple[Any, ...]] = declare(
     "segments",
     "the checkpointed segments it is in, outermost first",
-    written_by="loops/recognised, loops/rolled, programs/unrolled, remat/rematerialise, "
-    "remat/segments, tracing/trace_state",
+    written_by="many",
     read_by="many",
     follows="place",
 )

@@ -87,7 +87,8 @@ CHUNK: Tag[tuple[int, tuple[tuple[str, int], ...]]] = declare(
     "chunk",
     "the number of the pipeline's chunk of layers that the operation belongs to, and its home",
     written_by="pipelining/chunks",
-    read_by="microbatches/spread, pipelining/homes, pipelining/report, pipelining/tasks, stage_specs",
+    read_by="microbatches/spread, pipelining/homes, pipelining/report, pipelining/tasks, "
+    "scheduling/added_sums, stage_specs",
     follows="place",
 )
 MICROBATCH: Tag[int] = declare(
@@ -104,7 +105,8 @@ BUCKET: Tag[Any] = declare(
     "bucket",
     "the bucket of reshard steps that are sent as one collective",
     written_by="scheduling/bucket",
-    read_by="lowering/lower, scheduling/gathers, scheduling/scatters",
+    read_by="lowering/lower, scheduling/casts, scheduling/gathers, "
+    "scheduling/near_gathers, scheduling/scatters",
 )
 AFTER: Tag[Any] = declare(
     "after",

@@ -15,5 +15,9 @@ when the last of them is computed and the scatter before has arrived (`scatters.
 of weights, gradients and moments, the activations, and at most two gathered layers: a gathered layer is
 unpacked before the next gather is issued; gradients scattered two layers ago are awaited; each update is
 complete before the next begins; donated inputs are released. Gathers along axes that split the batch are
-repeated in the backward; the results of other gathers are saved.
+repeated in the backward; the results of other gathers are saved. A parameter that is cast where it is
+used is gathered in the narrower dtype, and its cast counts as a view (`casts.py`).
+
+Sums over ranks that are added are added before they are reduced (`added_sums.py`), and gathers of
+activations that are used at one place are sent by one call (`near_gathers.py`).
 """

@@ -18,15 +18,14 @@ from torch import fx
 from torchard.functional.programs.markers import listed, row
 from torchard.functional.programs.tags import AHEAD, LOOP, PHASE, STEP, VAL
 from torchard.functional.remat.rematerialise import tag_version
-from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.collective_ops import AllGather, PsumScatter
 from torchard.sharding.layouts.tags import AFTER, BUCKET, TURN
 from torchard.sharding.manual.manual_collectives import is_edge
-from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.scheduling.bucket import common, first_use, merge, positions
+from torchard.sharding.scheduling.casts import is_cast, is_cheap
 from torchard.sharding.scheduling.collectives import op_of
 
-__all__ = ["gather_again", "gather_by_layer", "layer_of"]
+__all__ = ["gather_again", "gather_by_layer", "is_of_parameter", "layer_of", "root_of"]
 
 
 def layer_of(path: str) -> str:
@@ -57,7 +56,9 @@ def gather_again(graph: fx.Graph, parameters: Iterable[fx.Node], axes: Iterable[
 def _take_rows(node: fx.Node) -> None:
     """Let a gather take its row itself, if another loop takes it: then it depends on no other loop."""
     for source in node.all_input_nodes:
-        if LOOP.get(source) in (None, LOOP.of(node)) or not _is_cheap(source):
+        if LOOP.get(source) is LOOP.of(node) and is_cast(source):
+            _take_rows(source)
+        if LOOP.get(source) in (None, LOOP.of(node)) or not _is_of_row(source):
             continue
         with node.graph.inserting_after(source):  # wherever the gather is moved, it comes before
             copy = node.graph.node_copy(source)
@@ -68,9 +69,9 @@ def _take_rows(node: fx.Node) -> None:
         _take_rows(copy)
 
 
-def _is_cheap(node: fx.Node) -> bool:
-    """Whether a value is a row, or a view or a conversion of one."""
-    while node.target is not row and (is_alias(node) or node.target is aten._to_copy.default):
+def _is_of_row(node: fx.Node) -> bool:
+    """Whether a value is a row, or a view or a cast of one."""
+    while node.target is not row and is_cheap(node):
         node = node.all_input_nodes[0]
     return node.target is row
 
@@ -87,27 +88,28 @@ def _gathers(graph: fx.Graph, parameters: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The value that a node is a view, a row, a reshard or a shard of; of listed ones the first."""
+    """The value that a node is a view, cast, row, reshard or shard of; of listed ones the first."""
     while node.op == "call_function" and (
-        is_alias(node) or node.target in (row, listed) or is_edge(node) or STEP.on(node)
+        is_cheap(node) or node.target in (row, listed) or is_edge(node) or STEP.on(node)
     ):
         node = node.all_input_nodes[0]
     return node
 
 
 def _chain_users(node: fx.Node) -> list[fx.Node]:
-    """The users of a value, directly or through views."""
+    """The users of a value, directly or through views and casts."""
     users: list[fx.Node] = []
     for user in node.users:
-        users.extend(_chain_users(user) if is_alias(user) else [user])
+        users.extend(_chain_users(user) if is_cheap(user) else [user])
     return users
 
 
 def _swap_inputs(user: fx.Node, gather: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """Let a node of the backward use a copy of a gather and of its views."""
+    """Let a node of the backward use a copy of a gather, of its views, and of the casts that it sends."""
+    before = _sent(gather) if any(map(is_cast, _sent(gather))) else []
 
     def copied(node: fx.Node) -> fx.Node:
-        if node is not gather and not (is_alias(node) and _is_view_of(node, gather)):
+        if node not in (gather, *before) and not (is_cheap(node) and _is_view_of(node, gather)):
             return node
         if node not in copies:
             copy = user.graph.node_copy(node, copied)
@@ -124,8 +126,19 @@ def _swap_inputs(user: fx.Node, gather: fx.Node, copies: dict[fx.Node, fx.Node])
                 user.replace_input_with(source, new)
 
 
+def _sent(gather: fx.Node) -> list[fx.Node]:
+    """The views and casts of a shard that lead to what a gather sends, operands first."""
+    chain: list[fx.Node] = []
+    node = gather.all_input_nodes[0]
+    while is_cheap(node):
+        chain.append(node)
+        node = node.all_input_nodes[0]
+    return chain[::-1]
+
+
 def _is_view_of(node: fx.Node, base: fx.Node) -> bool:
-    while is_alias(node) and node is not base:
+    """Whether a node is a value, or a view or a cast of it."""
+    while is_cheap(node) and node is not base:
         node = node.all_input_nodes[0]
     return node is base
 
@@ -138,7 +151,7 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
     """
     kinds: dict[tuple[Any, ...], dict[Any, list[fx.Node]]] = {}
     for node in _gathers(graph, set(layers)):
-        if _is_of_parameter(node.all_input_nodes[0]) and VAL.of(node).dtype != torch.bool:
+        if is_of_parameter(node.all_input_nodes[0]) and VAL.of(node).dtype != torch.bool:
             layer = LOOP.get(node, layers[root_of(node)])
             key = LOOP.get(node), common(node)
             kinds.setdefault(key, {}).setdefault(layer, []).append(node)
@@ -154,9 +167,9 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
     _number_turns(graph, begins)
 
 
-def _is_of_parameter(node: fx.Node) -> bool:
-    """Whether a node is an input, or the row of one, or of a list of them, that a loop takes."""
-    while node.target in (row, listed):
+def is_of_parameter(node: fx.Node) -> bool:
+    """Whether a node is an input, or a row of one or of a list of them; or its view or cast."""
+    while node.target in (row, listed) or is_cheap(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
 
@@ -173,12 +186,25 @@ def _place(graph: fx.Graph, buckets: list[list[fx.Node]], ahead: int) -> list[fx
         members = buckets[k]
         earlier = order[max(place - ahead, 0)]
         for node in members:
-            users[earlier].prepend(node)
+            for moved in (*_sent_alone(node), node):
+                users[earlier].prepend(moved)
             if place >= ahead > 0:
                 AFTER.set(node, BUCKET.get(buckets[earlier][0]))
         if len(members) > 1:
             merge(members, members[-1])
     return users
+
+
+def _sent_alone(gather: fx.Node) -> list[fx.Node]:
+    """What a gather sends, as values that nothing else reads: they are computed where it is issued."""
+    chain, user = _sent(gather), gather
+    for i, node in reversed(list(enumerate(chain))):
+        if len(node.users) > 1:
+            with gather.graph.inserting_before(gather):
+                chain[i] = gather.graph.node_copy(node)
+            user.replace_input_with(node, chain[i])
+        user = chain[i]
+    return chain
 
 
 def _number_turns(graph: fx.Graph, begins: set[fx.Node]) -> None:

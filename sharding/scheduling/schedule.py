@@ -3,9 +3,9 @@
 The order is chosen on the SPMD graph, so it is the same on every rank. A collective whose result is no
 larger than its operand (a reduction, an all_to_all) is issued right after its operand, ahead of
 independent work, and awaited at its first use: the all_reduce of an activation's gradient overlaps with
-the weight's matmul. Views of a result are moved down to its first use, and updates to the end, so that
-all gradients can be reduced in one call. Gathers stay where they are needed, since an early one holds
-memory; gathers of parameters are placed by ``gathers.py``, and merging is done by ``bucket.py``.
+the weight's matmul. Views and casts of a result are moved down to its first use, and updates to the end,
+so that all gradients can be reduced in one call. Gathers stay where they are needed, since an early one
+holds memory; gathers of parameters are placed by ``gathers.py``, and merging is done by ``bucket.py``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from torchard.sharding.layouts.layout import Sizes
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.updates import updated_inputs
 from torchard.sharding.scheduling.bucket import merge_reductions
+from torchard.sharding.scheduling.casts import is_cast, is_cheap, narrow_in_turn
 from torchard.sharding.scheduling.collectives import op_of
 from torchard.sharding.scheduling.gathers import gather_again, gather_by_layer
+from torchard.sharding.scheduling.near_gathers import merge_near_gathers
 from torchard.sharding.scheduling.scatters import scatter_by_layer
 
 __all__ = ["Schedule", "schedule"]
@@ -102,7 +104,9 @@ def schedule(
     wait_late(graph)  # after moving users: all views of a merged result must follow it
     merge_reductions(graph, machine, sizes, how.bucket_bytes)
     scatter_by_layer(program)
+    narrow_in_turn(graph)
     gather_by_layer(graph, layers, how.prefetch)
+    merge_near_gathers(graph, layers)
 
 
 def count_first(graph: fx.Graph) -> None:
@@ -138,7 +142,7 @@ def _cheap_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def issue_early(graph: fx.Graph) -> None:
-    """Move collectives, and the views they send, up to their operands.
+    """Move collectives, and the views and casts that they send, up to their operands.
 
     A recomputed one is not moved: its operand may have been kept since the forward.
     """
@@ -146,7 +150,7 @@ def issue_early(graph: fx.Graph) -> None:
         if not isinstance(op_of(node), _EARLY) or RECOMPUTE.get(node):
             continue
         chain = [node]
-        while is_alias(chain[-1].all_input_nodes[0]):
+        while _is_sent_alone(chain[-1].all_input_nodes[0]):
             chain.append(chain[-1].all_input_nodes[0])
         after = chain[-1].all_input_nodes[0]
         if after.op == "placeholder":
@@ -156,14 +160,18 @@ def issue_early(graph: fx.Graph) -> None:
             after = moved
 
 
+def _is_sent_alone(node: fx.Node) -> bool:
+    return is_alias(node) or (is_cast(node) and len(node.users) == 1)
+
+
 def _last_placeholder(graph: fx.Graph) -> fx.Node:
     return graph.find_nodes(op="placeholder")[-1]  # type: ignore[no-any-return]
 
 
 def wait_late(graph: fx.Graph) -> None:
-    """Move views of a collective's result down to their first use, and erase unused ones."""
+    """Move views and casts of a collective's result down to their first use, and erase unused ones."""
     for node in reversed(list(graph.nodes)):
-        if not is_alias(node) or not _arrives(node):
+        if not is_cheap(node) or not _arrives(node):
             continue
         if not node.users:
             graph.erase_node(node)
@@ -235,6 +243,6 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _arrives(node: fx.Node) -> bool:
-    while is_alias(node):
+    while is_cheap(node):
         node = node.all_input_nodes[0]
     return STEP.on(node)
