@@ -51,8 +51,9 @@ class Machine:
         name: the name of the machine.
         flops: floating point operations per second of products in each dtype, such as ``"bfloat16"``.
         bandwidth: bytes per second between memory and a rank's processor.
-        launch: seconds that each operation takes, however small; ``view``: that a view takes; ``call``:
-            that a call of a program takes, however little it computes.
+        launch: seconds that each operation takes, however small.
+        view: seconds that a view takes.
+        call: seconds that a call of a program takes, however little it computes.
         efficiency: the share of these rates that an operation reaches, by its name, such as
             ``"aten.gelu"``; of all others, 1.
         memory: bytes of memory of a rank.
