@@ -25,7 +25,7 @@ from torchard.sharding.scheduling.bucket import common, first_use, merge, positi
 from torchard.sharding.scheduling.casts import is_cast, is_cheap
 from torchard.sharding.scheduling.collectives import op_of
 
-__all__ = ["gather_again", "gather_by_layer", "is_of_parameter", "layer_of", "root_of"]
+__all__ = ["gather_again", "gather_by_layer", "layer_of", "root_of"]
 
 
 def layer_of(path: str) -> str:
@@ -151,7 +151,7 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
     """
     kinds: dict[tuple[Any, ...], dict[Any, list[fx.Node]]] = {}
     for node in _gathers(graph, set(layers)):
-        if is_of_parameter(node.all_input_nodes[0]) and VAL.of(node).dtype != torch.bool:
+        if _is_of_parameter(node.all_input_nodes[0]) and VAL.of(node).dtype != torch.bool:
             layer = LOOP.get(node, layers[root_of(node)])
             key = LOOP.get(node), common(node)
             kinds.setdefault(key, {}).setdefault(layer, []).append(node)
@@ -167,7 +167,7 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
     _number_turns(graph, begins)
 
 
-def is_of_parameter(node: fx.Node) -> bool:
+def _is_of_parameter(node: fx.Node) -> bool:
     """Whether a node is an input, or a row of one or of a list of them; or its view or cast."""
     while node.target in (row, listed) or is_cheap(node):
         node = node.all_input_nodes[0]

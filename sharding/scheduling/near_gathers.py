@@ -20,7 +20,7 @@ from torchard.sharding.layouts.tags import BUCKET
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.scheduling.bucket import common, merge
 from torchard.sharding.scheduling.collectives import op_of
-from torchard.sharding.scheduling.gathers import is_of_parameter, root_of
+from torchard.sharding.scheduling.gathers import root_of
 
 __all__ = ["merge_near_gathers"]
 
@@ -48,9 +48,7 @@ def _may_merge(node: fx.Node, parameters: Collection[fx.Node]) -> bool:
     """Whether a node gathers what is computed, and is in no bucket."""
     if not isinstance(op_of(node), AllGather) or BUCKET.on(node) or not node.users:
         return False
-    (source,) = node.all_input_nodes
-    placed = root_of(node) in parameters and is_of_parameter(source)
-    return not placed and VAL.of(node).dtype != torch.bool
+    return root_of(node) not in parameters and VAL.of(node).dtype != torch.bool
 
 
 def _joins(node: fx.Node, run: list[fx.Node]) -> bool:
