@@ -27,9 +27,9 @@ __all__ = ["fitted", "links_of", "overlap", "seconds_of_call"]
 _SIZES = (2**8, 2**14, 2**17, 2**20)  # elements of each rank
 _CHAIN, _ROUNDS = 4, 24
 
-Exchange = Callable[[Tensor, str, int], Tensor]
+ChainStep = Callable[[Tensor, str, int], Tensor]
 
-_KINDS: dict[str, Exchange] = {
+_KINDS: dict[str, ChainStep] = {
     "all_reduce": lambda x, axis, ranks: api.pvary(api.psum(x, axis) / ranks, axis),
     "all_gather": lambda x, axis, ranks: api.all_gather(x, axis, tiled=True)[: x.shape[0]],
     "psum_scatter": lambda x, axis, ranks: api.psum_scatter(x, axis, tiled=True).repeat(ranks),
@@ -48,7 +48,7 @@ def links_of(mesh: Mesh, axis: str, machine: Machine) -> dict[str, Link]:
     return links | {"send": _send(mesh, axis)}
 
 
-def _link(mesh: Mesh, axis: str, step: Exchange, machine: Machine) -> Link:
+def _link(mesh: Mesh, axis: str, step: ChainStep, machine: Machine) -> Link:
     ranks, free = mesh.shape[axis], replace(machine, link=Link(float("inf")), links={})
     sent, took = [], []
 

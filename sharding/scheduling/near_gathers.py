@@ -45,10 +45,20 @@ def merge_near_gathers(graph: fx.Graph, parameters: Collection[fx.Node]) -> None
 
 
 def _may_merge(node: fx.Node, parameters: Collection[fx.Node]) -> bool:
-    """Whether a node gathers what is computed, and is in no bucket."""
+    """Whether a node gathers what is computed and read, and is in no bucket.
+
+    Results are gathered one by one: together they would be in memory twice.
+    """
     if not isinstance(op_of(node), AllGather) or BUCKET.on(node) or not node.users:
         return False
+    if _is_result(node):
+        return False
     return root_of(node) not in parameters and VAL.of(node).dtype != torch.bool
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a value or a view of it is a result of the program."""
+    return any(user.op == "output" or (is_alias(user) and _is_result(user)) for user in node.users)
 
 
 def _joins(node: fx.Node, run: list[fx.Node]) -> bool:

@@ -105,3 +105,10 @@ def test_what_is_computed_later_or_used_far_away_waits_for_itself() -> None:
     assert [c.note for c in plan.collectives] == ["", "", "2 merged"], plan.collectives
     prove(plan)
     torch.testing.assert_close(full(run(x, w)), fn(x, w), rtol=1e-4, atol=1e-4)
+
+
+def test_results_are_gathered_one_by_one() -> None:
+    """Together they would be in memory twice."""
+    mesh = Mesh({"sp": 2}, virtual=True)
+    run = shard(lambda x, y: (x.sin(), y.cos().t()), mesh, in_specs=P("sp"), out_specs=P())
+    assert len(run.lower(torch.randn(4, 3), torch.randn(6, 3)).collectives) == 2
