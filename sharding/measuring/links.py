@@ -131,7 +131,7 @@ def overlap(mesh: Mesh, axis: str, machine: Machine) -> float:
 
     link = machine.link_of([axis], "all_reduce")
     sent = seconds(lambda x: api.psum(x, axis), P(), x) - machine.call - link.latency
-    sent = max(sent, x.numel() / ranks * x.element_size() / link.bandwidth)
+    sent = max(sent, 4 * _SIZES[-1] / link.bandwidth)  # float32
     products = max(int(1.5 * sent * machine.flops["float32"] / (2 * 256**3)), 1)
     computing = seconds(lambda w: computed(w, products), P(axis), w)
     both = seconds(lambda w, x: (api.psum(x, axis), computed(w, products)), (P(), P(axis)), w, x)
