@@ -13,7 +13,7 @@ import socket
 import weakref
 from pathlib import Path
 
-__all__ = ["Link", "Listener", "linked"]
+__all__ = ["HostLink", "Listener", "linked"]
 
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/net"
 # Seconds in which a process of this host answers at once: the kernel does, not the process.
@@ -42,11 +42,11 @@ class Listener:
             return
         self.address = f"{host} {name}".encode()
 
-    def accept(self) -> Link:
+    def accept(self) -> HostLink:
         """The link from the process that has connected."""
         assert self._socket is not None
         self._socket.settimeout(_AT_ONCE)
-        return Link(self._socket.accept()[0])
+        return HostLink(self._socket.accept()[0])
 
     def close(self) -> None:
         """Let nobody connect any more."""
@@ -54,7 +54,7 @@ class Listener:
             self._socket.close()
 
 
-class Link:
+class HostLink:
     """One end of a link. Messages keep their order and their bounds."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -94,7 +94,7 @@ class Link:
         return message
 
 
-def linked(mine: bytes, theirs: bytes) -> Link | None:
+def linked(mine: bytes, theirs: bytes) -> HostLink | None:
     """A link to the process that listens at an address, if both are on one host.
 
     Args:
@@ -111,7 +111,7 @@ def linked(mine: bytes, theirs: bytes) -> Link | None:
         connecting.close()
         return None
     connecting.settimeout(None)
-    return Link(connecting)
+    return HostLink(connecting)
 
 
 def _host() -> str:

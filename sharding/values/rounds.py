@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchard.sharding.values.host_links import Link, Listener, linked
+from torchard.sharding.values.host_links import HostLink, Listener, linked
 
 __all__ = ["Round"]
 
@@ -37,8 +37,8 @@ class Round:
         self._ahead = _OverGloo(backend, tag, ends, most)
         self._back = _OverGloo(backend, tag, ends[::-1], most)
         self._listener: Listener | None = None
-        self._in: Link | None = None
-        self._out: Link | None = None
+        self._in: HostLink | None = None
+        self._out: HostLink | None = None
 
     # -- making links: a step is taken by all ranks before the next one ----------------------------
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from torchard.sharding.values import host_links
-from torchard.sharding.values.host_links import Link, Listener, linked
+from torchard.sharding.values.host_links import HostLink, Listener, linked
 
 
 @pytest.fixture
-def ends() -> tuple[Link, Link]:
+def ends() -> tuple[HostLink, HostLink]:
     """The sending and the receiving end of a link."""
     listener = Listener()
     out = linked(Listener().address, listener.address)
@@ -21,7 +21,7 @@ def ends() -> tuple[Link, Link]:
     return out, listener.accept()
 
 
-def test_messages_keep_their_order_and_bounds(ends: tuple[Link, Link]) -> None:
+def test_messages_keep_their_order_and_bounds(ends: tuple[HostLink, HostLink]) -> None:
     out, arriving = ends
     sent = [b"a", b"bc" * 500, b"\0" * 3, b"d"]
     for message in sent:  # none is received yet
@@ -29,7 +29,7 @@ def test_messages_keep_their_order_and_bounds(ends: tuple[Link, Link]) -> None:
     assert [arriving.receive(1032, 5) for _ in sent] == sent
 
 
-def test_a_silent_process_is_waited_for_no_longer_than_told(ends: tuple[Link, Link]) -> None:
+def test_a_silent_process_is_waited_for_no_longer_than_told(ends: tuple[HostLink, HostLink]) -> None:
     with pytest.raises(RuntimeError, match=r"Timed out waiting 0\.05 s"):
         ends[1].receive(8, 0.05)
 
