@@ -55,6 +55,8 @@ class CacheEntry:
         self._known: Known | None = None
         # The output leaves that were last seen to be of plain tensors.
         self._untagged: Sequence[Leaf] | None = None
+        # The output leaves that were last seen, and how their results are made.
+        self._wraps: tuple[Sequence[Leaf], list[_Wrap]] = ((), [])
         self.out_tree = base.out_tree
         self.lifted: tuple[Closure, ...] = base.closures
         self.reads_autograd = any(closure.autograd is not None for closure in base.closures)
@@ -143,16 +145,29 @@ class CacheEntry:
         if all(leaf.tag is None for leaf in leaves):
             self._untagged = leaves
             return self.out_tree.build(parts)
-        values, position = [], 0
-        for leaf in leaves:
-            if leaf.tag is None or isinstance(leaf.tag, Free):
-                values.append(parts[position])
-                position += 1
-            else:
-                stop = position + leaf.tag.width
-                values.append(leaf.tag.wrap(parts[position:stop]))
-                position = stop
+        if self._wraps[0] is not leaves:
+            self._wraps = leaves, _wraps_of(leaves)
+        values = [
+            parts[start] if wrap is None else wrap(parts[start:stop])
+            for wrap, start, stop in self._wraps[1]
+        ]
         return self.out_tree.build(values)
+
+
+# What makes a result of its parts, None for a plain tensor, and the positions of these.
+_Wrap = tuple[Callable[[Sequence[Any]], Any] | None, int, int]
+
+
+def _wraps_of(leaves: Sequence[Leaf]) -> list[_Wrap]:
+    """How the results of these leaves are made."""
+    wraps: list[_Wrap] = []
+    for leaf in leaves:
+        tag, start = leaf.tag, wraps[-1][2] if wraps else 0
+        if tag is None or isinstance(tag, Free):
+            wraps.append((None, start, start + 1))
+        else:
+            wraps.append((tag.wrap, start, start + tag.width))
+    return wraps
 
 
 def environment_of(fn: Callable[..., Any], arguments: Arguments) -> Environment:

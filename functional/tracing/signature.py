@@ -99,32 +99,35 @@ _strides: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 
 @dataclass(frozen=True)
 class Known:
-    """The arguments of an earlier call, all tensors. Compiled code compares later arguments with them.
+    """The arguments of an earlier call, all tensors or placed. Later arguments are compared with them.
 
     Attributes:
         structure: the tree structure of ``(args, kwargs)``.
         key: the cache key of the call, whose last item is torch's settings.
         dicts: the places of dicts in the tree; optree accepts other mappings with the same keys there.
         check: returns whether leaves have the same properties as those of the call.
-        resolved: whether no leaf is conjugated or negated lazily.
+        plain: whether all leaves are plain tensors.
+        resolved: whether they are, and none is conjugated or negated lazily.
     """
 
     structure: optree.PyTreeSpec
     key: tuple[Any, ...]
     dicts: _Dicts
     check: Callable[..., bool]
+    plain: bool
     resolved: bool
 
     @classmethod
     def of(cls, arguments: Arguments) -> Known | None:
-        """The known arguments of a call; None if compiled code cannot compare them."""
-        dicts = _dicts_in(arguments.structure) if arguments.plain else None
-        check = None if dicts is None else internals.check_like(arguments.leaves)
+        """The known arguments of a call; None if they are compared by its key alone."""
+        leaves, plain = arguments.leaves, arguments.plain
+        dicts = _dicts_in(arguments.structure)
+        check = None if dicts is None else _check_like(leaves)
         if dicts is None or check is None:
             return None
         key: Any = arguments.key
-        resolved = not any(x.is_neg() or x.is_conj() for x in arguments.leaves)
-        return cls(arguments.structure, key, dicts, check, resolved)
+        resolved = plain and not any(x.is_neg() or x.is_conj() for x in leaves)
+        return cls(arguments.structure, key, dicts, check, plain, resolved)
 
     def leaves_of(self, call: Any) -> list[Any] | None:
         """The leaves of a call ``(args, kwargs)`` with the same key; None if the call's key differs."""
@@ -134,6 +137,33 @@ class Known:
             return None
         same = self.check(*leaves) and (not self.dicts or _are_dicts(self.dicts, call))
         return leaves if same and self.key[-1].are_current() else None
+
+
+def _check_like(leaves: Sequence[Any]) -> Callable[..., bool] | None:
+    """A check of as many leaves; None if one is neither a plain tensor nor placed."""
+    placed = [i for i, leaf in enumerate(leaves) if is_placed(leaf)]
+    rest = [i for i, leaf in enumerate(leaves) if not is_placed(leaf)]
+    tensors = [leaves[i] for i in rest]
+    if not _PLAIN.issuperset(map(type, tensors)) or any(x.ndim == 0 and is_weak(x) for x in tensors):
+        return None
+    check_tensors = internals.check_like(tensors) if tensors or not placed else None
+    if not placed or (tensors and check_tensors is None):
+        return check_tensors
+    wanted = [leaves[i].__torchard_placed__()[:4] for i in placed]
+
+    def check(*leaves: Any) -> bool:
+        for i, (shape, dtype, device, placement) in zip(placed, wanted, strict=True):
+            leaf = leaves[i]
+            if not is_placed(leaf):
+                return False
+            facts = leaf.__torchard_placed__()
+            if facts[3] is not placement and facts[3] != placement:
+                return False
+            if facts[1] is not dtype or facts[2] != device or facts[0] != shape:
+                return False
+        return check_tensors is None or check_tensors(*[leaves[i] for i in rest])
+
+    return check
 
 
 # For each child of a node that is a dict or contains one: the child's index or key, whether the child is
@@ -183,7 +213,8 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None = No
     call: Any = (args, kwargs)
     if known is not None and (same := known.leaves_of(call)) is not None:
         every = range(len(same))
-        return Arguments(known.key, known.structure, same, every, False, True, known.resolved)
+        placed, all_plain = not known.plain, known.plain
+        return Arguments(known.key, known.structure, same, every, placed, all_plain, known.resolved)
     leaves, structure = optree.tree_flatten(
         call, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
     )

@@ -13,8 +13,8 @@ Before the first call of a plan, ranks compare a digest of it, and checksums of 
 constants, through the process group's store with a timeout (`plan_consistency.py`). Collectives are
 matched only by order. So before each call of a plan that communicates, the ranks of each of its groups
 compare the plan, the calling thread and the number of failed calls (`call_order.py`): half a kilobyte in
-log2(n) rounds, about the cost of the smallest all_reduce. One thread of a process runs plans at a time.
-Groups of a mesh time out no later than the default group.
+log2(n) rounds, over sockets within a host and over gloo between hosts. One thread of a process runs
+plans at a time. Groups of a mesh time out no later than the default group.
 
 Each line of generated code is one operation, so the line of a traceback identifies the operation
 that raised. Its tags supply the message: a note, or, for a call in which other processes take part,

@@ -7,7 +7,8 @@ communication, so every rank can raise the same error and continue.
 
 In round k a rank sends its call to the rank 2**k further on in its group (a dissemination barrier:
 Hensgen, Finkel and Manber 1988): after log2(n) rounds every rank has heard of a call that differs.
-Messages go over gloo between hosts, whatever the backend of the plan's collectives, so no device waits.
+Messages go over gloo between hosts, whatever the backend of the plan's collectives, so no device waits;
+and within a host over sockets (host_links.py), once two ranks know that they share one.
 
 A rank with a new plan waits for the others in the store instead (plan_consistency.py): they may fail
 before they have one, and a receive that has begun cannot be given up. If one of them turns out to wait in
@@ -25,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -37,6 +37,7 @@ from torchard.functional.programs.tags import SOURCE, STAGE
 from torchard.sharding.layouts.tags import OVER
 from torchard.sharding.values.mesh import Mesh
 from torchard.sharding.values.notes import waits_of, watch
+from torchard.sharding.values.rounds import Round
 from torchard.sharding.values.store_allgather import RankFailed, skip_turn, thread_name
 
 __all__ = ["CallOrder", "PlanMismatch", "join_as_failed", "one_call_at_a_time"]
@@ -45,6 +46,7 @@ __all__ = ["CallOrder", "PlanMismatch", "join_as_failed", "one_call_at_a_time"]
 _LENGTH = 512
 # In the place of a rank's number plus one and its differing call: none has been received so far.
 _NONE = bytes(8 + _LENGTH)
+_MESSAGE = _LENGTH + len(_NONE)
 
 
 class PlanMismatch(RuntimeError):
@@ -102,16 +104,23 @@ class PlanCall(NamedTuple):
 
 
 class Circle:
-    """The ranks of one process group, and their connections over gloo."""
+    """The ranks of one process group, and their connections."""
 
     def __init__(self, backend: Any, ranks: tuple[int, ...], peers: tuple[int, ...]) -> None:
-        self.backend, self.ranks, self.peers = backend, ranks, peers
+        self.ranks = ranks
         self.failures = self.begun = 0
+        self.met = False
         # A tag: the ranks of the group and, in the remaining bits, the round.
         tag = zlib.crc32(repr(ranks).encode()) & 0x7FFFFFE0
         rounds = (len(ranks) - 1).bit_length()
-        self.rounds = [_Round(self, tag + i, 1 << i) for i in range(rounds)]
+        own = ranks.index(dist.get_rank())
+        self.rounds = [Round(backend, tag + i, peers, own, 1 << i, _MESSAGE) for i in range(rounds)]
         self._mine, self._other = b"", _NONE
+
+    def introduce(self, step: Callable[[Round, datetime.timedelta], None], patience: Any) -> None:
+        """A step by which ranks of one host link themselves, before they first meet."""
+        for round_ in self.rounds:
+            step(round_, patience)
 
     def begin(self, call: bytes) -> None:
         """Post the receives of all rounds, so that no sender waits for one."""
@@ -126,7 +135,9 @@ class Circle:
 
     def receive(self, number: int, patience: datetime.timedelta) -> None:
         """Receive in one round, and keep a call that differs: the sender's, or one that it received."""
-        rank, mine, other = self.rounds[number].receive(patience)
+        round_ = self.rounds[number]
+        message, rank = round_.receive(patience), self.ranks[round_.source]
+        mine, other = message[:_LENGTH], message[_LENGTH:]
         for heard in ((rank + 1).to_bytes(8, "little") + mine, other):
             if heard != _NONE and heard[8:] != self._mine and _number(heard) < _number(self._other):
                 self._other = heard
@@ -134,7 +145,7 @@ class Circle:
     def end(self, patience: datetime.timedelta) -> None:
         """Wait until all sends have completed."""
         for round_ in self.rounds:
-            round_.sending.wait(patience)
+            round_.end(patience)
 
     @property
     def other(self) -> tuple[int, PlanCall] | None:
@@ -146,36 +157,6 @@ class Circle:
 def _number(heard: bytes) -> float:
     """The number of a plan in a message: errors and new plans are told before others."""
     return PlanCall.decoded(heard[8:]).number if heard != _NONE else math.inf
-
-
-class _Round:
-    """One round: this rank sends ``distance`` ranks ahead and receives from as far behind."""
-
-    def __init__(self, circle: Circle, tag: int, distance: int) -> None:
-        own, size = circle.ranks.index(dist.get_rank()), len(circle.ranks)
-        source = (own - distance) % size
-        self.backend, self.tag, self.rank = circle.backend, tag, circle.ranks[source]
-        self.to, self.source = circle.peers[(own + distance) % size], circle.peers[source]
-        self._sent, self._received = (torch.zeros(2 * _LENGTH + 8, dtype=torch.uint8) for _ in "ab")
-        # Accessed as plain bytes, without torch, whatever modes are active around the call.
-        bytes_of: Any = memoryview
-        self._out, self._in = bytes_of(self._sent.numpy()), bytes_of(self._received.numpy())
-        self.sending: Any = None
-        self._receiving: Any = None
-
-    def listen(self) -> None:
-        """Post the receive."""
-        self._receiving = self.backend.recv([self._received], self.source, self.tag)
-
-    def send(self, message: bytes) -> None:
-        """Begin to send."""
-        self._out[:] = message
-        self.sending = self.backend.send([self._sent], self.to, self.tag)
-
-    def receive(self, patience: datetime.timedelta) -> tuple[int, bytes, bytes]:
-        """The sender's rank, its call, and a differing call that it has received."""
-        self._receiving.wait(patience)
-        return self.rank, bytes(self._in[:_LENGTH]), bytes(self._in[_LENGTH:])
 
 
 @functools.cache
@@ -268,7 +249,12 @@ def _meet(mine: dict[Circle, PlanCall], patience: datetime.timedelta) -> None:
 
 def _exchange_calls(mine: dict[Circle, PlanCall], patience: datetime.timedelta) -> None:
     try:
+        new = [circle for circle in mine if not circle.met]
+        for step in (Round.ask, Round.answer, Round.settle):
+            for at in new:
+                at.introduce(step, patience)
         for at, call in mine.items():
+            at.met = True
             at.begin(call.encoded())
         for number in range(max((len(circle.rounds) for circle in mine), default=0)):
             circles = [circle for circle in mine if number < len(circle.rounds)]

@@ -133,7 +133,7 @@ def _cheap_operands(node: fx.Node) -> list[fx.Node]:
         for operand in stack.pop().all_input_nodes:
             if operand.op == "placeholder" or operand in found:
                 continue
-            dear = STEP.on(operand) or is_product(operand) or RECOMPUTE.get(operand)
+            dear = _sends(operand) or is_product(operand) or RECOMPUTE.get(operand)
             if dear or operand.op != "call_function" or LOOP.on(operand) or len(found) > _CHEAP:
                 return []
             found.add(operand)
@@ -236,6 +236,11 @@ def _ends_of(value: Any, late: set[fx.Node]) -> list[fx.Node]:
         if not missing:
             needed[stack.pop()] = None
     return list(needed)
+
+
+def _sends(node: fx.Node) -> bool:
+    op = op_of(node)
+    return op is not None and op.sends
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -168,7 +168,9 @@ class MeshTensor(Operators):
 
     def _check(self) -> Facts:
         held, first = self._reading.now, self.parts[0]
-        if held is None or tuple(part.shape for part in self.parts) != held.shapes:
+        # Every call reads each of its arguments, so the usual case, of one part, takes few steps.
+        shapes = (first.shape,) if len(self.parts) == 1 else tuple(x.shape for x in self.parts)
+        if held is None or shapes != held.shapes:
             raise PlacementError(self._unreadable())
         return Facts(held.size, first.dtype, first.device, held, self.parts)
 
@@ -183,7 +185,7 @@ class MeshTensor(Operators):
         )
 
     def __torchard_placed__(self) -> Facts:
-        return self._read()
+        return self._facts or self._read()  # a donated value has none
 
     def __torchard_donate__(self) -> None:
         """Release the shards to the call that they are donated to, which can then free them."""

@@ -38,6 +38,7 @@ from torchard import (  # noqa: E402
     shard,
     shard_map,
 )
+from torchard.sharding.lowering import call_order  # noqa: E402
 
 # Calls in a round, and how often a rank keeps to the order of the others.
 CALLS, KEEPS = 4, 0.7
@@ -173,8 +174,10 @@ def found_by(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
     threads = from_two_threads(rank, known, mesh, rounds)
     last = [outcome(call) for call in known.values()]
     beside = beside_another_backend(rank, world)
+    linked = [at.by_links for at in call_order._circle(mesh.host_group, tuple(range(world))).rounds]
     dist.destroy_process_group()
-    return {"alone": [*first, looked, *last], "calls": calls, "threads": threads, "beside": beside}
+    found = {"alone": [*first, looked, *last], "calls": calls, "threads": threads}
+    return {**found, "beside": beside, "linked": linked}
 
 
 def main(world: int, folder: str, rounds: int) -> None:

@@ -46,6 +46,11 @@ def test_calls_in_different_orders_are_told_on_every_rank(ranks: Results) -> Non
     assert len(calls) / 8 < same < len(calls) * 7 / 8  # or little was tested
 
 
+def test_ranks_of_one_host_meet_without_gloo(ranks: Results) -> None:
+    for found in ranks:
+        assert found["linked"] and all(found["linked"])
+
+
 def test_beside_another_backend(ranks: Results) -> None:
     want = ["right", "right", "PlanMismatch", "right"]
     assert [found["beside"] for found in ranks] == [want] * len(ranks)

@@ -79,6 +79,18 @@ def test_the_count_of_targets_is_reduced_before_anything_is_computed() -> None:
     torch.testing.assert_close(step(weights, *batch), plain)
 
 
+def test_counts_of_a_batch_that_each_rank_takes_its_part_of() -> None:
+    """To take a part of a plain argument sends nothing."""
+    step = shard(
+        lambda w, x: (torch.tanh(x @ w).sum(), (x > 0).sum()),
+        Mesh({"dp": 2}, virtual=True),
+        in_specs=(P(), P("dp")),
+        out_specs=P(),
+    )
+    names = order(step.lower(torch.randn(3, 3), torch.randn(8, 3)))
+    assert names.index("all_reduce") < names.index("mm")
+
+
 def test_counts_that_share_values() -> None:
     """Both are reduced first, and what both read is computed before either."""
     mesh, w = Mesh({"dp": 2}, virtual=True), torch.randn(3, 3)
