@@ -45,7 +45,7 @@ class Machine:
     """The rates of a machine, by which ``.lower(...).time(machine)`` predicts seconds.
 
     Raises:
-        ValueError: there is no rate for float32, or ``overlaps`` is not a share.
+        ValueError: there is no rate for float32, or ``overlaps`` or ``hides`` is not a share.
 
     Attributes:
         name: the name of the machine.
@@ -60,7 +60,8 @@ class Machine:
         link: the link of axes that are not in ``links``.
         links: the link of each mesh axis, ``"tp"``, or of one collective along it, ``"tp/all_gather"``.
         overlaps: the share of the time that a transfer's bytes take in which the rank can compute; in the
-            rest it sends. It computes during the latency.
+            rest it sends.
+        hides: the share of a transfer's latency in which the rank can compute.
         alone: how many times as fast a rank computes while no other that shares its processor does:
             rates are those of ranks that all compute.
         source: where the rates are from.
@@ -84,6 +85,7 @@ class Machine:
     link: Link = Link(float("inf"))
     links: Mapping[str, Link] = field(default_factory=dict)
     overlaps: Annotated[float, AtLeast(0)] = 1.0
+    hides: Annotated[float, AtLeast(0)] = 1.0
     alone: Annotated[float, AtLeast(1)] = 1.0
     source: str = ""
 
@@ -96,8 +98,9 @@ class Machine:
             )
         if wrong := {name: share for name, share in self.efficiency.items() if not share > 0}:
             raise ValueError(f"Machine {self.name!r}: efficiency is {wrong}; shares are more than 0.")
-        if self.overlaps > 1:
-            raise ValueError(f"Machine: overlaps is {self.overlaps}; it is a share, from 0 to 1.")
+        for name in ("overlaps", "hides"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"Machine: {name} is {getattr(self, name)}; it is a share, from 0 to 1.")
 
     def speed(self, computing: float) -> float:
         """How many times as fast a rank computes while a share of all ranks does."""

@@ -160,6 +160,7 @@ class _Links:
         number = self.counts[rank, link]
         self.counts[rank, link] += 1
         busy = (1 - machine.overlaps) * size / speed.bandwidth
+        busy += (1 - machine.hides) * speed.latency
         made = _Transfer(link, stream, speed.seconds(size), busy, len(members))
         return self.known.setdefault((link, number), made)
 

@@ -114,13 +114,26 @@ def seconds_of_call(mesh: Mesh) -> float:
     return max(one - (seconds(1 + _CHAIN) - one) / _CHAIN, 0.0)
 
 
-def overlap(mesh: Mesh, axis: str, machine: Machine) -> float:
-    """The share of a transfer's time in which its rank can compute."""
-    ranks = mesh.shape[axis]
-    w, x = torch.full((256 * ranks, 256), 1 / 256), torch.ones(_SIZES[-1] * ranks)
-    w, x = place((w, x), mesh, P(axis))
+def overlap(mesh: Mesh, axis: str, machine: Machine) -> tuple[float, float]:
+    """The shares of the time of bytes, and of a latency, in which a rank can compute."""
+    link = machine.link_of([axis], "all_reduce")
+    few, many = _SIZES[0], _SIZES[-1]
+    busy = _kept_busy(mesh, axis, machine, few, link.latency)
+    hides = 1 - busy / max(link.latency, 1e-9)
+    sending = 4 * many / link.bandwidth  # float32
+    busy = _kept_busy(mesh, axis, machine, many, sending)
+    overlaps = 1 - (busy - (1 - min(hides, 1)) * link.latency) / sending
+    return min(max(overlaps, 0.0), 1.0), min(max(hides, 0.0), 1.0)
 
-    def computed(w: Tensor, products: int) -> Tensor:
+
+def _kept_busy(mesh: Mesh, axis: str, machine: Machine, size: int, sent: float) -> float:
+    """By how much a sum of a size delays what is computed meanwhile, which takes longer than it."""
+    ranks = mesh.shape[axis]
+    w, x = torch.full((256 * ranks, 256), 1 / 256), torch.ones(size * ranks)
+    w, x = place((w, x), mesh, P(axis))
+    products = max(int(2 * sent * machine.flops["float32"] / (2 * 256**3)), 1)
+
+    def computed(w: Tensor) -> Tensor:
         for _ in range(products):
             w = w @ w
         return w
@@ -129,10 +142,5 @@ def overlap(mesh: Mesh, axis: str, machine: Machine) -> float:
         run = shard_map(fn, mesh, in_specs=P(axis), out_specs=out_specs)
         return mean_seconds(lambda: run(*args), _ROUNDS)
 
-    link = machine.link_of([axis], "all_reduce")
-    sent = seconds(lambda x: api.psum(x, axis), P(), x) - machine.call - link.latency
-    sent = max(sent, 4 * _SIZES[-1] / link.bandwidth)  # float32
-    products = max(int(1.5 * sent * machine.flops["float32"] / (2 * 256**3)), 1)
-    computing = seconds(lambda w: computed(w, products), P(axis), w)
-    both = seconds(lambda w, x: (api.psum(x, axis), computed(w, products)), (P(), P(axis)), w, x)
-    return min(max(1 - (both - computing) / sent, 0.0), 1.0)
+    computing = seconds(lambda w: computed(w), P(axis), w) + machine.call
+    return seconds(lambda w, x: (api.psum(x, axis), computed(w)), (P(), P(axis)), w, x) - computing

@@ -129,14 +129,17 @@ def _on(mesh: Mesh, machine: Machine) -> Machine:
     """The machine with the links of a mesh's axes."""
     machine = replace(machine, call=seconds_of_call(mesh), alone=_alone())
     links: dict[str, Link] = {}
-    shares: list[float] = []
+    shares: list[tuple[float, float]] = []
     for axis in (a for a in mesh.axes if mesh.shape[a] > 1):
         of_axis = links_of(mesh, axis, machine)
         links[axis] = of_axis["all_reduce"]
         links |= {f"{axis}/{kind}": each for kind, each in of_axis.items()}
         shares.append(overlap(mesh, axis, replace(machine, links=links)))
     slowest = min(links.values(), key=lambda link: link.bandwidth, default=machine.link)
-    return _agreed(replace(machine, links=links, link=slowest, overlaps=min(shares, default=1.0)))
+    overlaps, hides = (min(each) for each in zip(*shares, strict=True)) if shares else (1.0, 1.0)
+    return _agreed(
+        replace(machine, links=links, link=slowest, overlaps=overlaps, hides=hides)
+    )
 
 
 def _alone() -> float:

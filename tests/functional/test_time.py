@@ -65,6 +65,24 @@ def test_an_operation_reaches_its_share_of_the_rates() -> None:
         replace(IDEAL, efficiency={"aten.mm": 0})
 
 
+def test_a_transfer_keeps_its_rank_busy() -> None:
+    """For a share of the time of its bytes, and of its latency; the product does not wait for the sum."""
+    machine = replace(IDEAL, flops={"float32": 1e6}, links={"a": Link(1e6, 1e-3)})
+
+    def both(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sum(), torch.mm(x, w)
+
+    run = shard(both, MESH, (P("a"), P()), (P(), P("a")))
+    product, sent = 2 * M * K * N / 4 / 1e6, 1.5 * 4 / 1e6
+    assert seconds(run, machine, X, W) == pytest.approx(product)
+    busy = replace(machine, overlaps=0.0)
+    assert seconds(run, busy, X, W) == pytest.approx(product + sent)
+    busy = replace(machine, overlaps=0.5, hides=0.25)
+    assert seconds(run, busy, X, W) == pytest.approx(product + 0.5 * sent + 0.75 * 1e-3)
+    with pytest.raises(ValueError, match=r"hides is 1.5; it is a share"):
+        replace(IDEAL, hides=1.5)
+
+
 def test_a_write_in_place_takes_what_it_writes() -> None:
     machine, cache, row = replace(IDEAL, bandwidth=1e6), torch.zeros(100, 10), torch.ones(10)
 
