@@ -6,7 +6,6 @@ first is used, so the values are gathered with the keys: at most one product ear
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ __all__ = ["merge_near_gathers"]
 _COPIES = (aten.clone.default, aten.expand.default)
 
 
-def merge_near_gathers(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
+def merge_near_gathers(graph: fx.Graph) -> None:
     """Merge gathers of activations whose results are used next to one another, in place."""
     kinds: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in graph.nodes:
-        if _may_merge(node, parameters):
+        if _may_merge(node):
             kinds.setdefault((LOOP.get(node), RECOMPUTE.get(node), common(node)), []).append(node)
     for gathers in kinds.values():
         run: list[fx.Node] = []
@@ -44,16 +43,16 @@ def merge_near_gathers(graph: fx.Graph, parameters: Collection[fx.Node]) -> None
         _merge(run)
 
 
-def _may_merge(node: fx.Node, parameters: Collection[fx.Node]) -> bool:
+def _may_merge(node: fx.Node) -> bool:
     """Whether a node gathers what is computed and read, and is in no bucket.
 
-    Results are gathered one by one: together they would be in memory twice.
+    Inputs are gathered layer by layer, or each where it is used (`gathers.py`). Results are gathered one by one: together they would be in memory twice.
     """
     if not isinstance(op_of(node), AllGather) or BUCKET.on(node) or not node.users:
         return False
     if _is_result(node):
         return False
-    return root_of(node) not in parameters and VAL.of(node).dtype != torch.bool
+    return root_of(node).op != "placeholder" and VAL.of(node).dtype != torch.bool
 
 
 def _is_result(node: fx.Node) -> bool:

@@ -106,7 +106,7 @@ def schedule(
     scatter_by_layer(program)
     narrow_in_turn(graph)
     gather_by_layer(graph, layers, how.prefetch)
-    merge_near_gathers(graph, layers)
+    merge_near_gathers(graph)
 
 
 def count_first(graph: fx.Graph) -> None:
