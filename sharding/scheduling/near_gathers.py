@@ -46,7 +46,8 @@ def merge_near_gathers(graph: fx.Graph) -> None:
 def _may_merge(node: fx.Node) -> bool:
     """Whether a node gathers what is computed and read, and is in no bucket.
 
-    Inputs are gathered layer by layer, or each where it is used (`gathers.py`). Results are gathered one by one: together they would be in memory twice.
+    Inputs are gathered layer by layer, or each where it is used (`gathers.py`). Results are gathered one
+    by one: together they would be in memory twice.
     """
     if not isinstance(op_of(node), AllGather) or BUCKET.on(node) or not node.users:
         return False
