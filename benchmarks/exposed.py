@@ -15,27 +15,27 @@ from pathlib import Path
 
 import torch
 from bench import RESULTS
-from plans import Plan, Step, plans
+from plans import SIZES, Plan, PlannedStep, plans
 
 from torchard import machines
 
 
-def shown(plan: Plan, traces: Path | None) -> str:
+def shown(name: str, plan: Plan, traces: Path | None) -> str:
     axes = [axis for axis, _ in plan.axes]
-    time = Step(plan, virtual=True).lowered().time(machines.h100(between=axes[:-1]))
+    time = PlannedStep(plan, virtual=True).lowered().time(machines.h100(between=axes[:-1]))
     if traces is not None:
-        time.trace(traces / f"{plan.size}-{str(plan).replace(' ', '-').replace('=', '')}.json")
-    return f"{plan.size}, {plan}: {time}\n"
+        time.trace(traces / f"{name}-{str(plan).replace(' ', '-').replace('=', '')}.json")
+    return f"{name}, {plan}: {time}\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--traces", type=Path, help="a folder for traces")
-    parser.add_argument("--size", default="sends", help="the steps' size (default: sends)")
+    parser.add_argument("--size", choices=SIZES, default="sends", help="the steps' size (default: sends)")
     options = parser.parse_args()
     if options.traces is not None:
         options.traces.mkdir(parents=True, exist_ok=True)
-    texts = [shown(p, options.traces) for p in plans(4) if p.size == options.size]
+    texts = [shown(options.size, p, options.traces) for p in plans(4) if p.size == SIZES[options.size]]
     print(text := "\n".join(texts))
     name = f"{datetime.date.today()}-exposed-torch-{torch.__version__.split('+')[0]}.txt"
     (RESULTS / name).write_text(text)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "LAYERS", "VOCABULARY", "batch"]
+__all__ = ["BATCH", "GPT", "LAYERS", "LENGTH", "batch"]
 
 VOCABULARY, LENGTH, LAYERS, HEADS, BATCH = 256, 64, 4, 4, 8
 
@@ -44,8 +44,8 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
 
 
-def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+def batch(seed: int = 0, sequences: int = BATCH, length: int = LENGTH) -> tuple[Tensor, Tensor]:
     x, y = torch.randint(
-        VOCABULARY, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(seed)
+        VOCABULARY, (2, sequences, length), generator=torch.Generator().manual_seed(seed)
     )
     return x, y

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import gpt
 import torch
-from rivals import BATCHES, DECAY, RATE, SPLIT
+from gpt import GPT, batch
 
 from torchard import (
     Colwise,
@@ -14,6 +13,7 @@ from torchard import (
     P,
     Rowwise,
     functionalize,
+    jit,
     optim,
     parallelize,
     pipeline,
@@ -22,7 +22,15 @@ from torchard import (
     stage_specs,
 )
 
-__all__ = ["SIZES", "Plan", "Size", "Step", "plans"]
+__all__ = [
+    *("BATCHES", "DECAY", "MICROBATCHES", "RATE", "SIZES", "SPLIT"),
+    *("Plan", "PlannedStep", "Size", "plans"),
+]
+
+MICROBATCHES, BATCHES = 4, 8
+RATE, DECAY = 1e-3, 0.01
+# The dim of features along which tensor parallelism splits each projection's weight.
+SPLIT = {"q": "out", "k": "out", "v": "out", "up": "out", "out": "in", "down": "in"}
 
 
 class Size(NamedTuple):
@@ -43,7 +51,7 @@ class Plan(NamedTuple):
     An axis is dp, fsdp (of which the batch is split as well), tp or pp.
     """
 
-    size: str
+    size: Size
     axes: tuple[tuple[str, int], ...]
     schedule: str = ""
 
@@ -65,24 +73,19 @@ def plans(ranks: int) -> list[Plan]:
     ways = [*((axes, "") for axes in split), *staged]
     return [
         Plan(size, *way)
-        for size in SIZES
+        for name, size in SIZES.items()
         for way in ways
-        if size != "sends" or {axis for axis, _ in way[0]} & {"dp", "fsdp"}
+        if name != "sends" or {axis for axis, _ in way[0]} & {"dp", "fsdp"}
     ]
 
 
-def batch_of(size: Size, number: int) -> tuple[torch.Tensor, ...]:
-    seed = torch.Generator().manual_seed(number)
-    return torch.randint(gpt.VOCABULARY, (2, size.batch, size.length), generator=seed).unbind()
-
-
-class Step:
+class PlannedStep:
     """A training step by a plan; it keeps the parameters and the optimizer's state."""
 
-    def __init__(self, plan: Plan, virtual: bool = False) -> None:
-        size = SIZES[plan.size]
+    def __init__(self, plan: Plan, *, virtual: bool = False, jitted: bool = False) -> None:
+        width, *size = plan.size
         torch.manual_seed(0)
-        fn, params = functionalize(gpt.GPT(size.width, size.length))
+        fn, params = functionalize(GPT(width, plan.size.length))
         params = {name: p.detach().clone() for name, p in params.items()}
         optimizer = optim.adamw(RATE, weight_decay=DECAY)
 
@@ -93,7 +96,9 @@ class Step:
         axes = dict(plan.axes)
         mesh = Mesh(axes, virtual=virtual)
         rows = next((a for a in ("dp", "fsdp") if a in axes), None)
-        self.batches = [place(batch_of(size, n), mesh, P(rows) if rows else P()) for n in range(BATCHES)]
+        self.batches = [
+            place(batch(n, *size), mesh, P(rows) if rows else P()) for n in range(BATCHES)
+        ]
         specs: Any = {name: P() for name in params}
         if "tp" in axes or "fsdp" in axes:
             kinds = {"out": Colwise, "in": Rowwise}
@@ -104,19 +109,25 @@ class Step:
             )
         state = optim.AdamState(P(), specs, specs)
         if plan.schedule:
-            where = {"stages": "blocks.*", "microbatches": 4, "batch": (None, None, 0, 0)}
-            self.run = pipeline(train, mesh, "pp", schedule=plan.schedule, **where)
+            where = {"stages": "blocks.*", "microbatches": MICROBATCHES, "batch": (None, None, 0, 0)}
+            run = pipeline(train, mesh, "pp", schedule=plan.schedule, **where)
             if "tp" not in axes:
-                specs = stage_specs(self.run, params, optimizer.init(params), *batch_of(size, 0))
+                specs = stage_specs(run, params, optimizer.init(params), *batch(0, *size))
         else:
-            self.run = shard(train, mesh, out_specs=(specs, state, P()))
+            run = shard(train, mesh, out_specs=(specs, state, P()))
         self.params = place(params, mesh, specs)
         self.state = optimizer.init(self.params)
+        self.run = jit(run, backend="eager", donate_argnums=(0, 1)) if jitted else run
 
-    def __call__(self, number: int) -> None:
+    def __call__(self, number: int) -> float:
+        """The loss on the batch of a number."""
         data = self.batches[number % BATCHES]
         self.params, self.state, loss = self.run(self.params, self.state, *data)
-        float(loss)
+        return float(loss)
 
     def lowered(self) -> Any:
         return self.run.lower(self.params, self.state, *self.batches[0])
+
+    def planned_bytes(self) -> int:
+        """The bytes that a rank sends in a step, by its plan."""
+        return sum(c.bytes * c.times for c in self.lowered().collectives)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from bench import RESULTS, aligned
 from bench import machine as host
-from plans import SIZES, Plan, Step, plans
+from plans import SIZES, Plan, PlannedStep, plans
 from rivals import on_ranks
 
 from torchard import Link, Machine, Mesh, machines
@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
 
 def timed(plan: Plan) -> Found:
-    step, took = Step(plan), []
+    step, took = PlannedStep(plan), []
     for number in range(WARMUP + ROUNDS):
         dist.barrier()
         began = time.perf_counter()
@@ -122,7 +122,7 @@ def compared() -> tuple[list[tuple[Plan, float, float, float]], dict[str, list[f
 def verdict(rows: Sequence[Any], predicted: Sequence[float]) -> tuple[list[float], list[float]]:
     """For each size, the median relative error; and Kendall's tau where there are enough plans."""
     errors, taus = [], []
-    for size in SIZES:
+    for size in SIZES.values():
         of = [i for i, row in enumerate(rows) if row[0].size == size]
         measured, guesses = [rows[i][1] for i in of], [predicted[i] for i in of]
         errors.append(
@@ -135,11 +135,12 @@ def verdict(rows: Sequence[Any], predicted: Sequence[float]) -> tuple[list[float
 
 def report(rows: Sequence[Any], predicted: Mapping[str, Sequence[float]]) -> tuple[str, bool]:
     """The tables, and whether the machine passes and all that are wrong fail."""
+    names = {size: name for name, size in SIZES.items()}
     lines = [["step", "plan", "measured ms", "quartiles", "predicted ms", "error"]]
     for (plan, median, low, high), guess in zip(rows, predicted["as measured"], strict=True):
         spread = f"{1e3 * low:.1f}–{1e3 * high:.1f}"
         times = [f"{1e3 * median:.1f}", spread, f"{1e3 * guess:.1f}", f"{guess / median - 1:+.0%}"]
-        lines.append([plan.size, str(plan), *times])
+        lines.append([names[plan.size], str(plan), *times])
     checks = [["machine", *(f"error {size}" for size in SIZES), "tau", ""]]
     good = True
     for name, guesses in predicted.items():

@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench import RESULTS, aligned, machine
-from gpt import GPT, LAYERS, batch
+from gpt import BATCH, GPT, LAYERS, LENGTH, batch
+from plans import BATCHES, DECAY, MICROBATCHES, RATE, SPLIT, Plan, PlannedStep, Size
 from timing import Timing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,26 +46,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchard import (
-    Colwise,
-    Mesh,
-    P,
-    Rowwise,
-    functionalize,
-    jit,
-    optim,
-    parallelize,
-    pipeline,
-    place,
-    shard,
-    stage_specs,
-)
-
-RANKS, MICROBATCHES, BATCHES = 2, 4, 8
-RATE, DECAY = 1e-3, 0.01
+RANKS = 2
 WARMUP, COUNTED = 3, 8
 ROUNDS = {64: 20, 256: 10, 512: 6}
-SPLIT = {"q": "out", "k": "out", "v": "out", "up": "out", "out": "in", "down": "in"}
 
 Step = Callable[[int], float | None]
 """A training step on the batch of a number; its loss, where the rank has it."""
@@ -172,51 +156,10 @@ def by_1f1b(width: int) -> Step:
 # -- torchard ---------------------------------------------------------------------------------------
 
 
-class Torchard:
-    """A step of a kind, by itself or in a jit; it keeps the parameters and the optimizer's state."""
-
-    def __init__(self, kind: str, width: int, jitted: bool) -> None:
-        fn, params = functionalize(module(width))
-        params = {name: p.detach().clone() for name, p in params.items()}
-        optimizer = optim.adamw(RATE, weight_decay=DECAY)
-
-        def train(params: Any, state: Any, x: Tensor, y: Tensor) -> Any:
-            grads, loss = torch.func.grad_and_value(fn)(params, x, y)
-            return (*optimizer.update(grads, state, params), loss)
-
-        axis = "dp" if kind == "fsdp" else kind
-        mesh = Mesh({axis: RANKS})
-        data = P("dp") if axis == "dp" else P()
-        self.batches = [place(batch(number), mesh, data) for number in range(BATCHES)]
-        if kind == "pp":
-            where = {"stages": "blocks.*", "microbatches": MICROBATCHES, "batch": (None, None, 0, 0)}
-            run = pipeline(train, mesh, "pp", schedule="1f1b", **where)
-            specs = stage_specs(run, params, optimizer.init(params), *batch())
-        else:
-            specs = self._specs(kind, fn, mesh, params)
-            run = shard(train, mesh, out_specs=(specs, optim.AdamState(P(), specs, specs), P()))
-        self.params = place(params, mesh, specs)
-        self.state = optimizer.init(self.params)
-        self.run = jit(run, backend="eager", donate_argnums=(0, 1)) if jitted else run
-
-    @staticmethod
-    def _specs(kind: str, fn: Any, mesh: Mesh, params: dict[str, Tensor]) -> Any:
-        if kind != "tp":
-            return {name: P("dp") if kind == "fsdp" else P() for name in params}
-        kinds = {"out": Colwise, "in": Rowwise}
-        specs, _ = parallelize(
-            fn, mesh, {f"blocks.*.{name}": kinds[dim]() for name, dim in SPLIT.items()}
-        )
-        return specs
-
-    def __call__(self, number: int) -> float:
-        data = self.batches[number % BATCHES]
-        self.params, self.state, loss = self.run(self.params, self.state, *data)
-        return float(loss)
-
-    def planned_bytes(self) -> int:
-        lowered = self.run.lower(self.params, self.state, *self.batches[0])
-        return sum(c.bytes * c.times for c in lowered.collectives)
+def by_torchard(kind: str, width: int, jitted: bool) -> PlannedStep:
+    """A step of a kind, by itself or in a jit."""
+    plan = Plan(Size(width, BATCH, LENGTH), ((kind, RANKS),), "1f1b" if kind == "pp" else "")
+    return PlannedStep(plan, jitted=jitted)
 
 
 RIVALS: dict[str, tuple[str, Callable[[int], Step]]] = {
@@ -232,8 +175,8 @@ def makers(kind: str, width: int) -> dict[str, Callable[[], Step]]:
     name, make = RIVALS[kind]
     return {
         name: lambda: make(width),
-        "torchard, plain": lambda: Torchard(kind, width, jitted=False),
-        "torchard, jit": lambda: Torchard(kind, width, jitted=True),
+        "torchard, plain": lambda: by_torchard(kind, width, jitted=False),
+        "torchard, jit": lambda: by_torchard(kind, width, jitted=True),
     }
 
 
@@ -280,7 +223,7 @@ def alone(kind: str, width: int, name: str) -> list[str]:
     for number in range(WARMUP, WARMUP + COUNTED):
         losses.append(step(number))
     sent = (bytes_sent() - sent) // COUNTED
-    planned = step.planned_bytes() if isinstance(step, Torchard) else None
+    planned = step.planned_bytes() if isinstance(step, PlannedStep) else None
     found: list[Any] = [None] * RANKS
     dist.all_gather_object(found, (first, peak(), sent, losses))
     firsts, peaks, _, of_ranks = zip(*found, strict=True)

@@ -142,5 +142,5 @@ def _kept_busy(mesh: Mesh, axis: str, machine: Machine, size: int, sent: float) 
         run = shard_map(fn, mesh, in_specs=P(axis), out_specs=out_specs)
         return mean_seconds(lambda: run(*args), _ROUNDS)
 
-    computing = seconds(lambda w: computed(w), P(axis), w) + machine.call
+    computing = seconds(computed, P(axis), w) + machine.call
     return seconds(lambda w, x: (api.psum(x, axis), computed(w)), (P(), P(axis)), w, x) - computing
