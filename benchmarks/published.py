@@ -30,12 +30,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import optree
 import torch
 import torch.nn.functional as F
 import transformers
 from bench import RESULTS
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from torchard import (
     Colwise,
@@ -85,7 +85,7 @@ class Autocast(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (dtype := PRECISION.get(func)) is not None:
-            args, kwargs = tree_map_only(torch.Tensor, lambda x: _cast(x, dtype), (args, kwargs))
+            args, kwargs = optree.tree_map(lambda x: _cast(x, dtype), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -101,8 +101,8 @@ class Autocasted(torch.nn.Module):
             return self.model(*args, **kwargs)
 
 
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype) if x.is_floating_point() else x
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
 class Way(NamedTuple):
