@@ -62,8 +62,8 @@ class Machine:
         overlaps: the share of the time that a transfer's bytes take in which the rank can compute; in the
             rest it sends.
         hides: the share of a transfer's latency in which the rank can compute.
-        alone: how many times as fast a rank computes while no other that shares its processor does:
-            rates are those of ranks that all compute.
+        alone: how many times as fast a rank computes and sends while no other that shares its processor
+            does: rates are those of ranks that all do.
         source: where the rates are from.
 
     >>> import torch, torchard as ta

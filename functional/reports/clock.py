@@ -4,14 +4,14 @@ The list of what each rank runs is run with storages in the place of tensors, wh
 *acts*: operations, issues of transfers and waits for them. Their order does not depend on time, so the
 acts of all ranks are then played together. Operations of a rank run one after another. A transfer runs
 from its issue by all who take part, or from the end of the one before it on the same link, and
-computation waits for it where the list does: what it waits is *exposed*. A send meets the receive that
+computation waits for it where the list does: what it waits is *exposed*. Ranks that share processors
+compute and send the faster, the fewer of them do. A send meets the receive that
 is as many transfers further on between the same two ranks, as on a process group.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -92,27 +92,46 @@ class _Transfer:
 
     Attributes:
         link: what one transfer at a time runs on.
-        busy: the seconds in which its ranks send, and do not compute.
-        members: the number of ranks of the simulation that take part.
+        sending: the seconds for which its ranks still send, and do not compute.
+        rest: the seconds for which the link still carries it after that.
+        members: the ranks of the simulation that take part.
         issued: those that have issued it, each with the timeline and the node.
-        end: when it ends, once all have.
+        begin: when it begins, once all have issued it and the one before it has ended.
     """
 
     link: tuple[Any, ...]
     stream: tuple[str, ...]
-    seconds: float
-    busy: float
-    members: int
+    sending: float
+    rest: float
+    members: Sequence[int]
     issued: list[tuple[RankTimeline, fx.Node]] = field(default_factory=list)
-    end: float | None = None
+    begin: float | None = None
+    ended: bool = False
 
-    def issue(self, by: RankTimeline, node: fx.Node, now: float, free: dict[Any, float]) -> None:
-        self.issued.append((by, node))
-        if len(self.issued) == self.members:
-            begin = max(now, free.get(self.link, 0.0))
-            free[self.link] = self.end = begin + self.seconds
-            for done, issue in self.issued:
-                done.intervals.append(Interval(issue, self.stream, begin, self.end))
+    def left(self, speed: float) -> float:
+        """The seconds to the end of what it does now, while ranks compute at a speed."""
+        return self.sending / speed if self.sending else self.rest
+
+    def node_of(self, by: RankTimeline) -> fx.Node:
+        """The node by which a rank has issued it."""
+        return next(node for done, node in self.issued if done is by)
+
+    def run(self, seconds: float, speed: float, now: float) -> None:
+        """Go on for some seconds, at most what is `left`, until now."""
+        if self.sending:
+            self.sending = _after(self.sending, seconds, speed)
+        else:
+            self.rest = _after(self.rest, seconds, 1.0)
+        if not self.sending and not self.rest:
+            assert self.begin is not None
+            self.ended = True
+            for done, node in self.issued:
+                done.intervals.append(Interval(node, self.stream, self.begin, now))
+
+
+def _after(left: float, seconds: float, speed: float) -> float:
+    """What is left of some seconds of work after others at a speed; nothing if it ends then."""
+    return 0.0 if seconds == left / speed else max(left - seconds * speed, 0.0)
 
 
 class _Act(NamedTuple):
@@ -121,7 +140,7 @@ class _Act(NamedTuple):
     Attributes:
         seconds: how long it computes.
         transfer: what is issued or awaited, if anything.
-        waits: whether the transfer is awaited; of an operation, whether its seconds are a transfer's.
+        waits: whether the transfer is awaited.
     """
 
     node: fx.Node
@@ -161,7 +180,7 @@ class _Links:
         self.counts[rank, link] += 1
         busy = (1 - machine.overlaps) * size / speed.bandwidth
         busy += (1 - machine.hides) * speed.latency
-        made = _Transfer(link, stream, speed.seconds(size), busy, len(members))
+        made = _Transfer(link, stream, busy, speed.seconds(size) - busy, members)
         return self.known.setdefault((link, number), made)
 
 
@@ -204,11 +223,11 @@ class _Acts(StorageRun):
         transfer = self.links.transfer(self.rank, node, self.machine)
         self.transfers[result] = transfer
         self.acts.append(_Act(node, transfer=transfer))
-        if transfer.busy:
-            self.acts.append(_Act(node, transfer.busy, waits=True))
 
 
 # -- all ranks together ----------------------------------------------------------------------------
+
+_Queues = defaultdict[tuple[Any, ...], deque[_Transfer]]  # of each link, in the order of issue
 
 
 class _Rank:
@@ -217,61 +236,87 @@ class _Rank:
     Attributes:
         left: the seconds for which it still computes; None if it has not begun the act.
         begun: when it began the act.
+        sent: the seconds of the act in which it did not compute, since it sent, by transfer.
     """
 
     def __init__(self, acts: Sequence[_Act], begun: float) -> None:
         self.acts, self.at, self.done = acts, 0, RankTimeline()
         self.left: float | None = None
         self.begun = begun
+        self.sent: defaultdict[_Transfer, float] = defaultdict(float)
 
     @property
     def act(self) -> _Act | None:
         return self.acts[self.at] if self.at < len(self.acts) else None
 
-    @property
-    def awaits(self) -> _Transfer | None:
-        act = self.act
-        return None if act is None or self.left else act.transfer
-
-    def settle(self, now: float, free: dict[Any, float]) -> bool:
+    def settle(self, now: float, links: _Queues) -> bool:
         """Do all acts that take no more time; whether there were any."""
         before = self.at
-        while (act := self.act) is not None and self._ends(act, now, free):
-            if now > self.begun:
-                waits = act.waits or act.transfer is not None
-                self.done.intervals.append(Interval(act.node, COMPUTE, self.begun, now, waits))
-            self.at, self.left, self.begun = self.at + 1, None, now
+        while (act := self.act) is not None and self._ends(act, links):
+            for transfer, seconds in self.sent.items():
+                self._did(transfer.node_of(self.done), self.begun + seconds, waits=True)
+            self._did(act.node, now, act.transfer is not None)
+            self.sent.clear()
+            self.at, self.left = self.at + 1, None
         return self.at > before
 
-    def _ends(self, act: _Act, now: float, free: dict[Any, float]) -> bool:
+    def _did(self, node: fx.Node, now: float, waits: bool) -> None:
+        if now > self.begun:
+            self.done.intervals.append(Interval(node, COMPUTE, self.begun, now, waits))
+            self.begun = now
+
+    def _ends(self, act: _Act, links: _Queues) -> bool:
         transfer = act.transfer
         if transfer is None:
             self.left = act.seconds if self.left is None else self.left
             return self.left <= 0
-        if not act.waits:
-            transfer.issue(self.done, act.node, now, free)
-            return True
-        return transfer.end is not None and transfer.end <= now
+        if act.waits:
+            return transfer.ended
+        transfer.issued.append((self.done, act.node))
+        if len(transfer.issued) == len(transfer.members):
+            links[transfer.link].append(transfer)
+        return True
 
 
 def _play(ranks: Sequence[_Rank], machine: Machine) -> None:
     """Run the acts of all ranks, from one end of an act or transfer to the next."""
-    now, free = machine.call, dict[Any, float]()
+    now, links = machine.call, _Queues(deque)
     while True:
-        while any([rank.settle(now, free) for rank in ranks]):
+        while any([rank.settle(now, links) for rank in ranks]) or _begun(links, now):
             pass
-        computing = [rank for rank in ranks if rank.left]
-        speed = machine.speed(len(computing) / len(ranks))
-        ends = {rank: now + (rank.left or 0.0) / speed for rank in computing}
-        arrivals = [t.end for rank in ranks if (t := rank.awaits) is not None and t.end is not None]
-        if not ends and not arrivals:
+        carried = [queue[0] for queue in links.values() if queue]
+        sending = {n: transfer for transfer in carried if transfer.sending for n in transfer.members}
+        computing = [rank for n, rank in enumerate(ranks) if rank.left and n not in sending]
+        speed = machine.speed((len(computing) + len(sending)) / len(ranks))
+        ends = [(rank.left or 0.0) / speed for rank in computing]
+        ends += [transfer.left(speed) for transfer in carried]
+        if not ends:
             break
-        then = min(itertools.chain(ends.values(), arrivals))
-        for rank, end in ends.items():
-            rank.left = 0.0 if end == then else max((rank.left or 0.0) - (then - now) * speed, 0.0)
-        now = then
+        then = min(ends)
+        now += then
+        for rank in computing:
+            rank.left = _after(rank.left or 0.0, then, speed)
+        for n, transfer in sending.items():
+            if ranks[n].left:
+                ranks[n].sent[transfer] += then
+        for transfer in carried:
+            transfer.run(then, speed, now)
     if any(rank.act is not None for rank in ranks):
         raise PipelineError(f"Ranks wait for transfers that others never issue: {_stuck(ranks)}.")
+
+
+def _begun(links: _Queues, now: float) -> bool:
+    """Begin the first transfer of each link, once those before it have ended; whether any has ended."""
+    ended = False
+    for queue in links.values():
+        while queue and queue[0].ended:
+            queue.popleft()
+        if queue and queue[0].begin is None:
+            queue[0].begin = now
+            if not queue[0].left(1.0):  # it takes no time
+                queue[0].run(0.0, 1.0, now)
+                ended = True
+    return ended
 
 
 def _stuck(ranks: Iterable[_Rank]) -> str:

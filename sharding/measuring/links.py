@@ -45,7 +45,7 @@ _KINDS: dict[str, ChainStep] = {
 def links_of(mesh: Mesh, axis: str, machine: Machine) -> dict[str, Link]:
     """The link of each collective along an axis, as all groups along it use it at once."""
     links = {kind: _link(mesh, axis, step, machine) for kind, step in _KINDS.items()}
-    return links | {"send": _send(mesh, axis)}
+    return links | {"send": _send(mesh, axis, machine)}
 
 
 def _link(mesh: Mesh, axis: str, step: ChainStep, machine: Machine) -> Link:
@@ -75,11 +75,14 @@ def fitted(sent: Sequence[float], took: Sequence[float]) -> Link:
     return Link(1 / max(per_byte, 1e-15), max(latency, 0.0))
 
 
-def _send(mesh: Mesh, axis: str) -> Link:
-    """Sends between the first two ranks of each group, there and back."""
+def _send(mesh: Mesh, axis: str, machine: Machine) -> Link:
+    """Sends between the first two ranks of each group, there and back.
+
+    The others wait; what the sends would take if they computed as well follows from the machine's speed.
+    """
     group = mesh.group([axis])
-    ranks = dist.get_process_group_ranks(group)
-    first, second, *_ = ranks
+    first, second, *_ = dist.get_process_group_ranks(group)
+    faster = machine.speed(2 / mesh.shape[axis])
     sizes, took = [4 * size for size in _SIZES], []
     for size in _SIZES:
         x = torch.ones(size)
@@ -92,7 +95,7 @@ def _send(mesh: Mesh, axis: str) -> Link:
                 dist.recv(x, first, group)
                 dist.send(x, first, group)
 
-        took.append(mean_seconds(there_and_back, _ROUNDS) / 2)
+        took.append(faster * mean_seconds(there_and_back, _ROUNDS) / 2)
     return fitted(sizes, took)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +113,27 @@ def test_ranks_that_share_processors() -> None:
     assert time_of(2, 1, "gpipe", machine).seconds == pytest.approx(2 * 3 * PRODUCT / 2)
     # The first and the last forward and backward of four slots are alone.
     assert time_of(2, 3, "gpipe", machine).seconds == pytest.approx(3 * 3 * PRODUCT)
+
+
+def test_ranks_that_send_share_processors() -> None:
+    """What ranks do to send is the faster, the fewer of them compute or send."""
+    link = {"pp": Link(NEVER, 1.0)}
+    machine = replace(MACHINE, flops={"float32": NEVER}, links=link, alone=2.0)
+    assert time_of(4, 1, "gpipe", machine).seconds == pytest.approx(2 * 3)
+    assert time_of(4, 1, "gpipe", replace(machine, hides=0.0)).seconds == pytest.approx(2 * 3 / 2)
+    # Half of a latency is the processors', twice as fast; of two ranks, both take part.
+    assert time_of(4, 1, "gpipe", replace(machine, hides=0.5)).seconds == pytest.approx(2 * 3 * 0.75)
+    assert time_of(2, 1, "gpipe", replace(machine, hides=0.0)).seconds == pytest.approx(2)
+
+
+def test_a_receiver_computes_until_it_is_sent_to() -> None:
+    """Of three microbatches on a slow link, the second stage works on one while the next is sent."""
+    machine = replace(MACHINE, links={"pp": Link(NEVER, PRODUCT)}, hides=0.0)
+    time = time_of(2, 3, "gpipe", machine)
+    assert time.computing == pytest.approx(3 * 3 * PRODUCT)
+    for run in time.timelines:
+        taken = sorted((each.begin, each.end) for each in run.intervals if not each.stream)
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in itertools.pairwise(taken))
 
 
 def test_sending_may_take_the_processor() -> None:
