@@ -36,15 +36,33 @@ def seconds_of(node: fx.Node, machine: Machine, written: bool | None = None) -> 
 
 def busy_seconds(node: fx.Node, machine: Machine, written: bool | None = None) -> float:
     """The seconds of an operation in all iterations, without its launches: what ranks can share."""
-    touched = bytes_touched(node, written)
-    multiplied = flops_of(node) if is_product(node) else 0
-    seconds = max(multiplied / machine.rate(_dtype(node)), touched / machine.bandwidth)
-    return seconds / machine.efficiency.get(family(node), 1.0) if seconds else 0.0
+    touched = bytes_touched(node, written) / machine.bandwidth
+    product = is_product(node)
+    multiplied = flops_of(node) / machine.rate(_dtype(node)) if product else 0.0
+    seconds = max(multiplied, touched)
+    return seconds / machine.share(family(node, product and multiplied < touched)) if seconds else 0.0
 
 
-def family(node: fx.Node) -> str:
-    """The name of a node's operation, without the constants that it was created for: ``"adamw"``."""
-    return op_name(node).partition("[")[0]
+def family(node: fx.Node, by_memory: bool = False) -> str:
+    """The name of a node's operation, without the constants that it was created for: ``"adamw"``.
+
+    Args:
+        by_memory: whether it is a product that reads and writes longer than it multiplies.
+    """
+    name = op_name(node).partition("[")[0]
+    if by_memory:
+        return f"{name}/memory"
+    return f"{name}/strided" if not is_product(node) and _is_strided(node) else name
+
+
+def _is_strided(node: fx.Node) -> bool:
+    """Whether an operand's elements lie in another order than those of the result."""
+    result: Any = VAL.get(node)
+    if not isinstance(result, torch.Tensor):
+        return False
+    values: list[Any] = [VAL.get(n) for n in node.all_input_nodes]
+    alike = [v for v in values if isinstance(v, torch.Tensor) and v.shape == result.shape]
+    return any(v.stride() != result.stride() for v in alike)
 
 
 def _dtype(node: fx.Node) -> str:

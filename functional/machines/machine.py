@@ -55,7 +55,9 @@ class Machine:
         view: seconds that a view takes.
         call: seconds that a call of a program takes, however little it computes.
         efficiency: the share of these rates that an operation reaches, by its name, such as
-            ``"aten.gelu"``; of all others, 1.
+            ``"aten.gelu"``; ``"aten.mm/memory"`` where memory bounds a product, and
+            ``"aten.clone/strided"`` where an operand's elements lie in another order than the
+            result's. Of all others, 1.
         memory: bytes of memory of a rank.
         link: the link of axes that are not in ``links``.
         links: the link of each mesh axis, ``"tp"``, or of one collective along it, ``"tp/all_gather"``.
@@ -112,6 +114,11 @@ class Machine:
     def rate(self, dtype: str) -> float:
         """FLOPs per second of products in a dtype; of one that is not known, those of float32."""
         return self.flops.get(dtype, self.flops["float32"])
+
+    def share(self, name: str) -> float:
+        """The share of the rates that an operation reaches, by its name."""
+        share = self.efficiency.get(name)
+        return self.efficiency.get(name.partition("/")[0], 1.0) if share is None else share
 
     def link_of(self, axes: Sequence[str], kind: str = "") -> Link:
         """The link of a collective; over several axes, the slowest of theirs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchard.functional.programs.program import Bound, Program
 from torchard.functional.programs.records import Work
 from torchard.functional.programs.tags import SCHEDULE
 from torchard.functional.programs.unrolled import unrolled
-from torchard.functional.remat.liveness import peak_of
+from torchard.functional.remat.liveness import RankList, lists_of, peak_of
 from torchard.functional.reports.draw import draw
 from torchard.functional.reports.memory import Memory, memory_of
 from torchard.functional.reports.residuals import Residuals, residuals_of
@@ -86,7 +87,12 @@ class Lowered(Program):
         On a mesh, of one rank: computation is one stream, and each axis of the mesh one of collectives,
         issued and awaited where the plan does. Of a pipeline, one rank of each stage, and what they send.
         """
-        return time_of(self, machine)
+        return time_of(self._lists, machine)
+
+    @cached_property
+    def _lists(self) -> list[RankList]:
+        """What each rank runs, for any number of machines."""
+        return lists_of(self)
 
     @property
     def schedule(self) -> Any:

@@ -14,10 +14,9 @@ from torch import fx
 from torchard.functional.costs.flops import flops, is_product, op_name
 from torchard.functional.costs.seconds import seconds_of
 from torchard.functional.machines.machine import Machine
-from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import Record, Records
 from torchard.functional.programs.tags import COLLECTIVE, SCOPE, SOURCE, TASK, VAL
-from torchard.functional.remat.liveness import RankList, lists_of
+from torchard.functional.remat.liveness import RankList
 from torchard.functional.reports.clock import COMPUTE, Interval, RankTimeline, timelines
 
 __all__ = ["Exposed", "Time", "time_of"]
@@ -109,13 +108,12 @@ class Time:
         return f"{head}\n\n{self.exposed}" if self.exposed else head
 
 
-def time_of(program: Program, machine: Machine) -> Time:
-    """The time of a program on a machine; on a mesh, of one of its ranks, or of one of each stage.
+def time_of(lists: Sequence[RankList], machine: Machine) -> Time:
+    """The time on a machine of what ranks run: one of a mesh's, or one of each stage.
 
     Raises:
         PipelineError: the ranks wait for each other.
     """
-    lists = lists_of(program)
     costs = [_Costs(listed, machine) for listed in lists]
     runs = timelines(lists, machine, [each.seconds for each in costs])
     return Time(

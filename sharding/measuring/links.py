@@ -25,7 +25,7 @@ from torchard.sharding.values.spec import P
 __all__ = ["fitted", "links_of", "overlap", "seconds_of_call"]
 
 _SIZES = (2**8, 2**14, 2**17, 2**20)  # elements of each rank
-_CHAIN, _ROUNDS = 4, 24
+_CHAIN, _ROUNDS = 4, 40
 
 ChainStep = Callable[[Tensor, str, int], Tensor]
 

@@ -6,7 +6,6 @@ import datetime
 import functools
 import os
 import platform
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -78,9 +77,10 @@ def _of_rates(rates: Rates) -> Machine:
 
 
 def _samples() -> list[Sample]:
-    """The operations of a training step in several sizes, each with its part of the call's overhead.
+    """The operations of a training step in several sizes; together they take as long as its call.
 
-    Ranks that share processors take longer than they compute, and operations by the same factor.
+    Ranks that share processors take longer than they compute, a call frees memory, and runs code between
+    its operations: all by the same factor.
     """
     samples: list[Sample] = []
     for size in calibration.SIZES:
@@ -88,11 +88,8 @@ def _samples() -> list[Sample]:
         program = as_run(trace(calibration.step)(*args))
         each = timed(program, tree.leaves(args), _ROUNDS)
         call = functools.partial(jit(calibration.step, backend="eager"), *args)
-        busy, took = mean_of_ranks(
-            median_seconds(call, _ROUNDS, clock=clock) for clock in (time.thread_time, time.perf_counter)
-        )
-        rest = max(busy - sum(s.seconds for s in each), 0.0) / len(each)
-        samples += [s._replace(seconds=(s.seconds + rest) * took / busy) for s in each]
+        longer = median_seconds(call, _ROUNDS) / sum(s.seconds for s in each)
+        samples += [s._replace(seconds=longer * s.seconds) for s in each]
     return samples
 
 

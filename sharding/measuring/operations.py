@@ -25,8 +25,6 @@ from torchard.functional.programs.views import is_view
 
 __all__ = ["Sample", "mean_of_ranks", "mean_seconds", "median_seconds", "timed"]
 
-Clock = Callable[[], float]
-
 _WARMUP = 2
 
 
@@ -78,11 +76,9 @@ def _run(graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[fx.Node, float]]:
     return took
 
 
-def median_seconds(
-    run: Callable[[], Any], rounds: int, meet: bool = True, clock: Clock = time.perf_counter
-) -> float:
+def median_seconds(run: Callable[[], Any], rounds: int, meet: bool = True) -> float:
     """The median seconds of a call on its slowest rank; ranks begin together if they `meet`."""
-    return float(_seconds(run, rounds, meet, clock).median())
+    return float(_seconds(run, rounds, meet).median())
 
 
 def mean_seconds(run: Callable[[], Any], rounds: int) -> float:
@@ -91,18 +87,18 @@ def mean_seconds(run: Callable[[], Any], rounds: int) -> float:
     A wait now and then takes a time slice of the scheduler, ten times as long as others: a program with
     many of them takes their mean.
     """
-    took = _seconds(run, rounds, meet=True, clock=time.perf_counter).sort().values
+    took = _seconds(run, rounds, meet=True).sort().values
     return float(took[: -max(rounds // 8, 1)].mean())
 
 
-def _seconds(run: Callable[[], Any], rounds: int, meet: bool, clock: Clock) -> torch.Tensor:
+def _seconds(run: Callable[[], Any], rounds: int, meet: bool) -> torch.Tensor:
     took = []
     for _ in range(_WARMUP + rounds):
         if meet and dist.is_initialized():
             dist.barrier()
-        began = clock()
+        began = time.perf_counter()
         result = run()
-        took.append(clock() - began)
+        took.append(time.perf_counter() - began)
         del result
     slowest = torch.tensor(took[_WARMUP:], dtype=torch.float64)
     if meet and dist.is_initialized():

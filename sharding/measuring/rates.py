@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchard.sharding.measuring.operations import Sample
@@ -29,28 +28,30 @@ class Rates(NamedTuple):
 def explained(samples: Sequence[Sample]) -> Rates:
     """The rates by which samples took as long as they did.
 
-    The smallest operations are launches; from others the launch is subtracted. Each rate is the geometric
-    mean of what samples reach, so that a large size weighs no more than a small one.
+    The smallest operations are launches; from others the launch is subtracted. Each rate is what samples
+    reach together, so that they weigh as much as they take: small ones may be in a cache.
     """
     computing = [s for s in samples if not s.view and s.bytes]
     seconds = sorted(s.seconds for s in computing)
     launch = seconds[len(seconds) // 20]
     busy = {s: max(s.seconds - launch, launch / 20) for s in computing}
-    rate = _mean(s.flops / busy[s] for s in computing if s.name in _PRODUCTS)
-    bandwidth = _mean(s.bytes / busy[s] for s in computing if not s.flops)
-    shares: defaultdict[str, list[float]] = defaultdict(list)
+    products = sorted((s for s in computing if s.name in _PRODUCTS), key=lambda s: s.flops / s.bytes)
+    products = products[len(products) // 2 :]  # memory may bound the others
+    moves = [s for s in computing if not s.flops]
+    rate = sum(s.flops for s in products) / sum(busy[s] for s in products)
+    bandwidth = sum(s.bytes for s in moves) / sum(busy[s] for s in moves)
+    alike: defaultdict[str, float] = defaultdict(float)
+    took: defaultdict[str, float] = defaultdict(float)
     for s in computing:
-        alike = max(s.flops / rate, s.bytes / bandwidth)
-        if alike > launch / 4:  # what is smaller is all launch
-            shares[s.name].append(alike / busy[s])
+        multiplies, moves_bytes = s.flops / rate, s.bytes / bandwidth
+        if max(multiplies, moves_bytes) > launch / 4:  # what is smaller is all launch
+            name = f"{s.name}/memory" if 0 < multiplies < moves_bytes else s.name
+            alike[name] += max(multiplies, moves_bytes)
+            took[name] += busy[s]
     return Rates(
         rate,
         bandwidth,
         launch,
         statistics.median(s.seconds for s in samples if s.view),
-        {name: _mean(each) for name, each in sorted(shares.items())},
+        {name: alike[name] / took[name] for name in sorted(took)},
     )
-
-
-def _mean(values: Iterable[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))

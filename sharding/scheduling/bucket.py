@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from torchard.functional.machines.machine import Machine
+from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import PerIteration
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, LOOP, PHASE, RECOMPUTE, STEP, VAL
@@ -45,16 +46,18 @@ class Bucket(PerIteration):
 
 
 def merge_reductions(
-    graph: fx.Graph, machine: Machine, sizes: Sizes, limit: int | None = None
+    program: Program, machine: Machine, sizes: Sizes, limit: int | None = None
 ) -> None:
     """Merge all_reduces none of whose results is used before the last of them can be issued.
 
-    This holds for gradients; an activation, used at once, never waits for another, nor does one that is
-    recomputed. A bucket sends at most `limit` bytes, unless a single value is larger; by default as many
-    as let the program end first on the machine (`by_time.py`), and a quarter of a large program's.
+    This holds for gradients, and for a loss that is returned with them; an activation, used at once,
+    never waits for another, nor does one that is recomputed. A bucket sends at most `limit` bytes, unless
+    a single value is larger; by default as many as let the program end first on the machine
+    (`by_time.py`), and a quarter of a large program's.
     """
     seconds = functools.cache(functools.partial(seconds_of_rank, machine=machine, sizes=dict(sizes)))
-    for reductions in _kinds(graph):
+    graph = program.graph
+    for reductions in _kinds(program):
         at = positions(graph)
         patient = _patient(reductions, at)
         if len(patient) < 2:
@@ -75,23 +78,27 @@ def _most(steps: Sequence[fx.Node]) -> int:
     return max(_LEAST_BYTES, math.ceil(sum(map(_bytes, steps)) / _MOST_CALLS))
 
 
-def _kinds(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The all_reduces that may share a bucket, in order."""
+def _kinds(program: Program) -> list[list[fx.Node]]:
+    """The all_reduces that may share a bucket, in order; of a joint program, those of one half."""
     kinds: dict[object, list[fx.Node]] = {}
-    for node in graph.nodes:
+    for node in program.graph.nodes:
         op = op_of(node)
         if not isinstance(op, AllReduce) or op.reduction != "sum" or RECOMPUTE.get(node):
             continue
         if VAL.of(node).dtype != torch.bool:
-            kinds.setdefault((LOOP.get(node), common(node)), []).append(node)
+            half = PHASE.get(node) if program.is_joint else None
+            kinds.setdefault((LOOP.get(node), half, _alike(node)), []).append(node)
     return list(kinds.values())
 
 
 def common(node: fx.Node) -> tuple[Hashable, ...]:
-    """What the members of a bucket share: axes, dtype, device, phase and home."""
+    """What the members of a bucket share: axes, dtype, device, home and phase."""
+    return *_alike(node), PHASE.get(node, "forward")
+
+
+def _alike(node: fx.Node) -> tuple[Hashable, ...]:
     val: torch.Tensor = VAL.of(node)
-    phase, home = PHASE.get(node, "forward"), LAYOUT.of(node).home
-    return STEP.of(node).axes, val.dtype, val.device, phase, home
+    return STEP.of(node).axes, val.dtype, val.device, LAYOUT.of(node).home
 
 
 def _patient(steps: Sequence[fx.Node], at: dict[fx.Node, float]) -> list[fx.Node]:
@@ -151,7 +158,7 @@ def _record(members: Sequence[fx.Node]) -> None:
     records: list[Collective] = list(map(COLLECTIVE.of, members))
     for node in members:
         forget(node, COLLECTIVE)
-    first = records[0]
+    first = next((r for r in records if r.phase == "backward"), records[0])
     merged = replace(
         first,
         shape=(sum(math.prod(r.shape) for r in records),),

@@ -102,7 +102,7 @@ def schedule(
     issue_early(graph)
     update_last(program)
     wait_late(graph)  # after moving users: all views of a merged result must follow it
-    merge_reductions(graph, machine, sizes, how.bucket_bytes)
+    merge_reductions(program, machine, sizes, how.bucket_bytes)
     scatter_by_layer(program)
     narrow_in_turn(graph)
     gather_by_layer(graph, layers, how.prefetch)

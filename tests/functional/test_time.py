@@ -65,6 +65,23 @@ def test_an_operation_reaches_its_share_of_the_rates() -> None:
         replace(IDEAL, efficiency={"aten.mm": 0})
 
 
+def test_shares_of_products_that_memory_bounds_and_of_strided_operands() -> None:
+    machine = replace(IDEAL, bandwidth=1e6, efficiency={"aten.mm": 0.5, "aten.mm/memory": 0.25})
+    product = jit(torch.mm, backend="eager")
+    assert seconds(product, machine, X, W) == pytest.approx(4 * (M * K + K * N + M * N) / 0.25e6)
+    slow = replace(machine, flops={"float32": 1e3})
+    assert seconds(product, slow, X, W) == pytest.approx(2 * M * K * N / 0.5e3)
+
+    machine = replace(IDEAL, bandwidth=1e6, efficiency={"aten.add": 2.0, "aten.add/strided": 0.5})
+    for of, share in ((lambda x, y: x + y, 2.0), (lambda x, y: x.t() + y.t(), 2.0), (turned, 0.5)):
+        taken = seconds(jit(of, backend="eager"), machine, torch.ones(8, 8), torch.ones(8, 8))
+        assert taken == pytest.approx(3 * 4 * 64 / 1e6 / share)
+
+
+def turned(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.t() + y
+
+
 def test_a_transfer_keeps_its_rank_busy() -> None:
     """For a share of the time of its bytes, and of its latency; the product does not wait for the sum."""
     machine = replace(IDEAL, flops={"float32": 1e6}, links={"a": Link(1e6, 1e-3)})

@@ -40,6 +40,21 @@ def test_rates_are_those_by_which_samples_took_as_long() -> None:
     assert rates.efficiency["aten.bmm"] == pytest.approx(0.5)
 
 
+def test_products_that_memory_bounds_have_a_share_of_their_own() -> None:
+    """It is not in the rate of FLOPs; large samples weigh more than small ones that a cache may hold."""
+    samples = [Sample("aten.view", VIEW, 0, 0, view=True)] * 40 + [sample("aten.ones", 0, 4)] * 4
+    samples += [sample("aten.mm", 100 * size, size) for size in (10**5, 10**6, 10**7)]
+    samples += [sample("aten.mm", size, size, 0.5) for size in (10**5, 10**6, 10**7)]
+    samples += [sample("aten.add", 0, size) for size in (10**6, 10**7)]
+    samples += [sample("aten.relu", 0, 10**7), sample("aten.relu", 0, 10**5, share=10)]
+    rates = explained(samples)
+    assert rates.flops == pytest.approx(RATE, rel=0.01)
+    assert rates.efficiency["aten.mm"] == pytest.approx(1)
+    reached = rates.bandwidth / BANDWIDTH
+    assert rates.efficiency["aten.mm/memory"] * reached == pytest.approx(0.5, rel=0.01)
+    assert rates.efficiency["aten.relu"] * reached == pytest.approx(1, rel=0.02)
+
+
 @pytest.mark.parametrize(("latency", "bandwidth"), [(1e-4, 1e9), (0.0, 1e8), (1e-3, 1e10)])
 def test_links_are_those_by_which_collectives_took_as_long(latency: float, bandwidth: float) -> None:
     sent = [1e3, 1e5, 1e6, 1e7]
