@@ -38,6 +38,8 @@ from torchard.sharding.lowering.simulated_transport import Coords, Pieces
 
 __all__ = ["ProcessGroupTransport"]
 
+_SMALL = 2**20  # bytes
+
 
 class ProcessGroupTransport:
     """Transport of one rank by torch's functional collectives over the mesh's process groups.
@@ -63,7 +65,7 @@ class ProcessGroupTransport:
             return {step.after.key(at): Value(rank.p.close(message, at))}
         sent = message.send(message.buffer)
         low.in_flight.append(
-            rank.later(lambda: message.unpack(message.arrived(rank.channel.wait(sent))))
+            rank.later(lambda: message.unpack(message.arrived(message.buffer, rank.channel.wait(sent))))
         )
         return {step.after.key(at): low.in_flight[-1]}
 
@@ -102,7 +104,7 @@ class _Message:
         shape: the shape of a row of the buffer; None if it cannot be concatenated with others.
         rows: the number of rows that are sent.
         copies: the number of rows that are received.
-        arrived: what is computed of all that is received, before it is unpacked.
+        arrived: what is computed of all that is sent and received, before it is unpacked.
     """
 
     buffer: fx.Node
@@ -111,7 +113,7 @@ class _Message:
     shape: Sequence[int] | None = None
     rows: int = 1
     copies: int = 1
-    arrived: Callable[[fx.Node], fx.Node] = lambda received: received
+    arrived: Callable[[fx.Node, fx.Node], fx.Node] = lambda sent, received: received
 
 
 def _merged(rank: _Rank, messages: Sequence[_Message | fx.Node | None]) -> Callable[[int], fx.Node]:
@@ -123,7 +125,8 @@ def _merged(rank: _Rank, messages: Sequence[_Message | fx.Node | None]) -> Calla
     first, _ = parts[0]
     rows = [first.rows] if first.rows > 1 else []
     flat = [view(part.buffer, [*rows, n]) for (part, _), n in zip(parts, widths, strict=True)]
-    sent = first.send(call(aten.cat.default, flat, len(rows)))
+    buffer = call(aten.cat.default, flat, len(rows))
+    sent = first.send(buffer)
     done: list[fx.Node] = []
 
     def unpacked(run: fx.Node, part: _Message, shape: Sequence[int]) -> fx.Node:
@@ -135,7 +138,7 @@ def _merged(rank: _Rank, messages: Sequence[_Message | fx.Node | None]) -> Calla
     def finish(i: int) -> fx.Node:
         """Unpack all results at the first use, so that the buffer they arrived in can be freed."""
         if not done:
-            received = first.arrived(rank.channel.wait(sent))
+            received = first.arrived(buffer, rank.channel.wait(sent))
             arrived = view(received, [first.copies, sum(widths)])
             runs = call(aten.split_with_sizes.default, arrived, widths, 1)
             done.extend(
@@ -222,11 +225,54 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
 
     def all_reduce(self, op: AllReduce) -> _Message:
         encode, decode, _ = reducing(self.call, self.val.dtype, op.reduction)
+        if self.by_exchange and self.is_small and op.reduction == "sum" and self.ranks == 2:
+            return self.sum_of_two(self.contiguous(encode(self.x)), decode)
 
         def send(buffer: fx.Node) -> fx.Node:
             return self.channel.issue("all_reduce", buffer, op.reduction)
 
         return _Message(self.contiguous(encode(self.x)), send, decode, self.before)
+
+    @property
+    def by_exchange(self) -> bool:
+        """Whether ranks exchange values and add them up themselves, as is faster with gloo."""
+        return self.val.device.type == "cpu"
+
+    @property
+    def is_small(self) -> bool:
+        """Whether what is sent, of all merged values, takes no longer than a latency or two."""
+        return self.p.low.record is not None and self.p.low.record.bytes <= _SMALL
+
+    @property
+    def ranks(self) -> int:
+        return len(self.p.members(self.at_))
+
+    def pairs(self, x: fx.Node) -> fx.Node:
+        """Complex numbers as pairs of real ones: gloo does not exchange them."""
+        return self.call(aten.view_as_real.default, x) if self.val.dtype.is_complex else x
+
+    def sum_of_two(self, x: fx.Node, decode: Callable[[fx.Node], fx.Node]) -> _Message:
+        """Both ranks send their values and add up the two: as many bytes as by an all_reduce.
+
+        gloo's all_reduce takes several messages one after another, so that of few bytes it takes up to
+        five times as long (torch 2.13); but it needs no memory for what is received.
+        """
+        view, own = self.p.low.emit.view, self.p.members(self.at_).index(self.at_)
+        other = [own, 1 - own]  # the rows for, and from, either rank
+
+        def send(buffer: fx.Node) -> fx.Node:
+            row = self.pairs(view(buffer, [1, -1]))
+            return self.channel.issue("all_to_all_single", row, other, other)
+
+        def arrived(sent: fx.Node, received: fx.Node) -> fx.Node:
+            if self.val.dtype.is_complex:
+                received = self.call(aten.view_as_complex.default, received)
+            return self.call(aten.add.Tensor, received, view(sent, [1, -1]))
+
+        def unpack(total: fx.Node) -> fx.Node:
+            return decode(view(total, self.before))
+
+        return _Message(x, send, unpack, self.before, arrived=arrived)
 
     def psum_scatter(self, op: PsumScatter) -> _Message:
         """Scatter a sum; on CPUs by an all_to_all, after which each rank adds up its own shard.
@@ -247,17 +293,14 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
 
         count, part = len(sizes), self.at_front(dim, widest)
         x = self.p.low.emit.view(x, [count, math.prod(part)])
-        by_exchange = self.val.device.type == "cpu"
-        pairs = by_exchange and self.val.dtype.is_complex  # gloo does not exchange complex numbers
 
         def send(buffer: fx.Node) -> fx.Node:
-            if not by_exchange:
+            if not self.by_exchange:
                 return self.channel.issue("reduce_scatter_tensor", buffer, op.reduction, count)
-            x = self.call(aten.view_as_real.default, buffer) if pairs else buffer
-            return self.channel.issue("all_to_all_single", x, [1] * count, [1] * count)
+            return self.channel.issue("all_to_all_single", self.pairs(buffer), [1] * count, [1] * count)
 
-        def arrived(received: fx.Node) -> fx.Node:
-            if not by_exchange:
+        def arrived(_: fx.Node, received: fx.Node) -> fx.Node:
+            if not self.by_exchange:
                 return received
             return reduced(self.call, received, self.val.dtype, op.reduction)
 

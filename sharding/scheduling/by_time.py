@@ -52,7 +52,7 @@ def fastest(
         return whole
     done = list(itertools.accumulate(map(seconds, at)))
     candidates = [whole, *(split(math.ceil(most / parts)) for parts in _PARTS)]
-    return min(candidates, key=lambda buckets: _end(buckets, done, at, uses, link))
+    return min(candidates, key=lambda buckets: _end(buckets, done, at, uses, link, machine))
 
 
 def _bytes(bucket: Sequence[fx.Node]) -> int:
@@ -84,11 +84,15 @@ def _end(
     at: Mapping[fx.Node, float],
     uses: Mapping[fx.Node, float],
     link: Link,
+    machine: Machine,
 ) -> float:
-    """When the program ends, if `done` says when each position does without waiting."""
-    free = waited = 0.0
+    """When the program ends, if `done` says when each position does without waiting or sending."""
+    free = waited = sent = 0.0
     for bucket in buckets:
-        free = max(free, done[int(at[bucket[-1]])]) + link.seconds(_bytes(bucket))
+        seconds = link.seconds(_bytes(bucket))
+        free = max(free, done[int(at[bucket[-1]])] + sent) + seconds
+        # For so long the rank itself sends, and computes nothing.
+        sent += (1 - machine.hides) * link.latency + (1 - machine.overlaps) * (seconds - link.latency)
         use = min(uses[node] for node in bucket)
-        waited = max(waited, free - done[-1 if math.isinf(use) else int(use)])
-    return done[-1] + waited
+        waited = max(waited, free - done[-1 if math.isinf(use) else int(use)] - sent)
+    return done[-1] + sent + waited

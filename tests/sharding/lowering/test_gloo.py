@@ -311,7 +311,7 @@ def test_plans_that_differ(ranks: Results) -> None:
 
 @on_two
 def test_checkpoints_repeat_what_their_policy_says(ranks: Results) -> None:
-    """One all_reduce more in the block, unless its result is kept."""
+    """One sum more in the block, unless its result is kept."""
     for found in every(ranks, "checkpointed_steps"):
         assert found["worst"] <= 1e-12
         once, *ran = found["ran"].values()

@@ -18,8 +18,8 @@ PARAMS = [ShapeDtype((WIDTH, WIDTH))] * LAYERS
 ROWS = ShapeDtype((256, WIDTH))
 
 
-def machine(link: Link, overlaps: float = 1.0) -> Machine:
-    return Machine("m", {"float32": 1e12}, bandwidth=1e12, link=link, overlaps=overlaps)
+def machine(link: Link, overlaps: float = 1.0, hides: float = 1.0) -> Machine:
+    return Machine("m", {"float32": 1e12}, 1e12, link=link, overlaps=overlaps, hides=hides)
 
 
 def loss(params: list[Tensor], x: Tensor) -> Tensor:
@@ -41,22 +41,36 @@ WHOLE = 4 * LAYERS * WIDTH * WIDTH
 
 
 @pytest.mark.parametrize(
-    ("link", "overlaps", "fewest", "most"),
+    ("link", "overlaps", "hides", "fewest", "most"),
     [
-        (Link(float("inf")), 1.0, 2, 2),  # nothing is gained by sending early
-        (Link(1e12, latency=1.0), 1.0, 2, 2),  # each call costs more than all that is computed
-        (Link(1e10), 0.0, 2, 2),  # ranks that send compute nothing
-        (Link(1e11), 1.0, 4, LAYERS),  # all but the last are sent while the rest is computed
+        (Link(float("inf")), 1.0, 1.0, 2, 2),  # nothing is gained by sending early
+        (Link(1e12, latency=1.0), 1.0, 1.0, 2, 2),  # each call costs more than all that is computed
+        (Link(1e10), 0.0, 1.0, 2, 2),  # ranks that send compute nothing
+        (Link(1e11), 1.0, 1.0, 4, LAYERS),  # all but the last are sent while the rest is computed
+        (Link(1e11), 0.5, 1.0, 4, LAYERS),  # so is half of them
+        (Link(1e11, latency=1e-4), 1.0, 1.0, 4, LAYERS),
+        (Link(1e11, latency=1e-4), 1.0, 0.0, 2, 2),  # each call stops the rank for a latency
     ],
-    ids=["fast", "far", "busy", "slow"],
+    ids=["fast", "far", "busy", "slow", "half", "hidden", "stops"],
 )
 def test_buckets_are_those_with_which_the_step_ends_first(
-    link: Link, overlaps: float, fewest: int, most: int
+    link: Link, overlaps: float, hides: float, fewest: int, most: int
 ) -> None:
     """Buckets of at most 25 MiB, for memory: two at least."""
-    sent = calls(machine(link, overlaps))
+    sent = calls(machine(link, overlaps, hides))
     assert sum(sent) == WHOLE
     assert fewest <= len(sent) <= most
+
+
+def test_a_loss_travels_with_the_gradients() -> None:
+    """Of a joint program the loss is in the forward, and gradients in the backward."""
+    mesh, w, x = Mesh({"dp": 2}, virtual=True), torch.ones(4, 4), torch.ones(8, 4)
+    split = (P(), P("dp"))
+    step = shard(torch.func.grad_and_value(loss), mesh, in_specs=split, out_specs=P()).lower([w, w], x)
+    (sent,) = step.collectives
+    assert (sent.shape, sent.phase, sent.note) == ((2 * 16 + 1,), "backward", "3 merged")
+    joint = shard(loss, mesh, in_specs=split).lower_joint([w, w], x, argnums=0)
+    assert [(c.shape, c.phase) for c in joint.collectives] == [((), "forward"), ((32,), "backward")]
 
 
 def test_the_user_s_size_comes_first() -> None:
