@@ -109,7 +109,7 @@ class Circle:
     def __init__(self, backend: Any, ranks: tuple[int, ...], peers: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.failures = self.begun = 0
-        self.met = False
+        self.met = self.left = False
         # A tag: the ranks of the group and, in the remaining bits, the round.
         tag = zlib.crc32(repr(ranks).encode()) & 0x7FFFFFE0
         rounds = (len(ranks) - 1).bit_length()
@@ -146,6 +146,12 @@ class Circle:
         """Wait until all sends have completed."""
         for round_ in self.rounds:
             round_.end(patience)
+
+    def leave(self) -> None:
+        """Give up a comparison: the messages of those who come to it later must not meet the next call."""
+        self.left = True
+        for round_ in self.rounds:
+            round_.close()
 
     @property
     def other(self) -> tuple[int, PlanCall] | None:
@@ -247,7 +253,12 @@ def _meet(mine: dict[Circle, PlanCall], patience: datetime.timedelta) -> None:
             _raise(dist.get_rank(), call, *circle.other)
 
 
+_LEFT = "An earlier call was interrupted, or given up, while this rank waited in it for others"
+
+
 def _exchange_calls(mine: dict[Circle, PlanCall], patience: datetime.timedelta) -> None:
+    if (left := next((circle for circle in mine if circle.left), None)) is not None:
+        raise _Lost(left, RuntimeError(_LEFT))
     try:
         new = [circle for circle in mine if not circle.met]
         for step in (Round.ask, Round.answer, Round.settle):
@@ -264,8 +275,12 @@ def _exchange_calls(mine: dict[Circle, PlanCall], patience: datetime.timedelta) 
                 at.receive(number, patience)
         for at in mine:
             at.end(patience)
-    except RuntimeError as error:
-        raise _Lost(at, error) from None
+    except BaseException as error:  # also an interrupt
+        for circle in mine:
+            circle.leave()
+        if isinstance(error, RuntimeError):
+            raise _Lost(at, error) from None
+        raise
 
 
 def _join(mesh: Mesh, others: Sequence[int], call: Callable[[Circle], PlanCall]) -> bool:

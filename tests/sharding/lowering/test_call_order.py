@@ -51,6 +51,14 @@ def test_ranks_of_one_host_meet_without_gloo(ranks: Results) -> None:
         assert found["linked"] and all(found["linked"])
 
 
+def test_a_call_that_a_rank_gives_up_meets_no_later_one(ranks: Results) -> None:
+    """By an interrupt, or when it has waited in vain; the others' messages for it come later."""
+    first, *others = (found["left"] for found in ranks)
+    lost = ["CollectiveError"] * 2
+    assert first == [["right", how, *lost] for how in ("KeyboardInterrupt", "CollectiveError")]
+    assert others == [[["right", *lost]] * 2] * len(others)
+
+
 def test_beside_another_backend(ranks: Results) -> None:
     want = ["right", "right", "PlanMismatch", "right"]
     assert [found["beside"] for found in ranks] == [want] * len(ranks)
