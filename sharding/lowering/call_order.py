@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import CollectiveError
 from torchard.functional.execution.failures import failed
 from torchard.functional.programs.labels import Label, label_of
 from torchard.functional.programs.program import Program
@@ -148,7 +149,7 @@ class Circle:
             round_.end(patience)
 
     def leave(self) -> None:
-        """Give up a comparison: the messages of those who come to it later must not meet the next call."""
+        """Give up a comparison: messages of those who come to it later must not meet the next call."""
         self.left = True
         for round_ in self.rounds:
             round_.close()
@@ -220,9 +221,17 @@ class CallOrder:
         """Compare this call, of a new plan, with those in which missing ranks wait for this one, if any.
 
         Raises:
-            PlanMismatch, RankFailed: see `compare`.
+            PlanMismatch, RankFailed, CollectiveError: see `compare`.
         """
-        _join(self.mesh, missing, self._call)
+        try:
+            _join(self.mesh, missing, self._call)
+        except _Lost as lost:
+            ranks = ", ".join(map(str, lost.circle.ranks))
+            raise CollectiveError(
+                f"ranks {ranks} do not all make the same call: rank {dist.get_rank()} calls {self.text} "
+                f"(a new plan), and lost the others: {lost.error}. Nothing was sent. Stop all ranks, and "
+                "restart them from the last checkpoint."
+            ) from lost.error
 
     def failed(self) -> None:
         """Record that the call that was compared has failed on this rank."""
@@ -301,7 +310,7 @@ def join_as_failed(mesh: Mesh, others: Sequence[int], text: str) -> bool:
     """Tell ranks that wait for this one's call of an error; return whether there were any."""
     try:
         return _join(mesh, others, lambda at: PlanCall(-1, at.failures, thread_name(), text))
-    except (PlanMismatch, RankFailed):
+    except (PlanMismatch, RankFailed, _Lost):
         return True
 
 

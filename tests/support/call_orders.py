@@ -189,6 +189,31 @@ def given_up(rank: int, how: BaseException) -> list[str]:
     return found
 
 
+def lost_in_a_comparison(rank: int) -> list[str]:
+    """What rank 0 is told that has a new plan, or fails, while the others wait for it in another call.
+
+    It joins their comparison, in which it loses them.
+    """
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such token")
+
+    found = []
+    for fn in (torch.amax, fails):
+        call_order._circle.cache_clear()
+        mesh = Mesh({"tp": dist.get_world_size()})
+        run, new = (shard(each, mesh, out_specs=P()) for each in (torch.sum, fn))
+        x = place(torch.arange(6.0), mesh, P("tp"))
+        assert float(run(x)) == 15.0
+        if rank:
+            found.append(outcome(lambda: float(run(x)) == 15.0))
+            continue
+        error = RuntimeError("Timed out")
+        with mock.patch.object(host_links.HostLink, "receive", side_effect=error):
+            found.append(outcome(lambda: bool(new(x))))
+    return found
+
+
 def found_by(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
@@ -204,9 +229,10 @@ def found_by(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
     linked = [at.by_links for at in call_order._circle(mesh.host_group, tuple(range(world))).rounds]
     ways = (KeyboardInterrupt(), RuntimeError("Timed out"))
     left = [given_up(rank, how) for how in ways]
+    lost = lost_in_a_comparison(rank)
     dist.destroy_process_group()
     found = {"alone": [*first, looked, *last], "calls": calls, "threads": threads}
-    return {**found, "beside": beside, "linked": linked, "left": left}
+    return {**found, "beside": beside, "linked": linked, "left": left, "lost": lost}
 
 
 def main(world: int, folder: str, rounds: int) -> None:
