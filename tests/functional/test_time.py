@@ -35,6 +35,12 @@ def test_products_take_their_flops() -> None:
     assert seconds(product, machine, *double) == pytest.approx(2 * M * K * N / 1e5)
 
 
+def test_flops_are_those_of_the_program() -> None:
+    """Also on a machine that takes no time for them."""
+    times = [jit(torch.mm, backend="eager").lower(X, W).time(m) for m in (IDEAL, h100)]
+    assert [time.flops for time in times] == [2 * M * K * N] * 2
+
+
 def test_operations_take_their_bytes_and_a_launch() -> None:
     machine = replace(IDEAL, bandwidth=1e6, launch=1e-3)
     double = jit(lambda x: (x + x).view(-1), backend="eager")  # a view takes no time
