@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +13,18 @@ from typing import Annotated
 from torchard.functional.core.arguments import AtLeast, check_fields
 
 __all__ = ["Link", "Machine"]
+
+
+def _check_rates(who: str, **rates: float) -> None:
+    for name, rate in rates.items():
+        if not rate > 0:
+            raise ValueError(f"{who}: the rate {name} is {rate}; rates are more than 0.")
+
+
+def _check_seconds(who: str, **times: float) -> None:
+    for name, seconds in times.items():
+        if math.isinf(seconds):
+            raise ValueError(f"{who}: {name} is {seconds}; it is a finite number of seconds.")
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,8 @@ class Link:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        _check_rates("Link", bandwidth=self.bandwidth)
+        _check_seconds("Link", latency=self.latency)
 
     def seconds(self, size: float) -> float:
         """The seconds of a collective by which a rank sends a number of bytes (Hockney's model)."""
@@ -45,7 +60,8 @@ class Machine:
     """The rates of a machine, by which ``.lower(...).time(machine)`` predicts seconds.
 
     Raises:
-        ValueError: there is no rate for float32, or ``overlaps`` or ``hides`` is not a share.
+        ValueError: there is no rate for float32, a rate is 0, a time is infinite, or ``overlaps`` or
+            ``hides`` is not a share.
 
     Attributes:
         name: the name of the machine.
@@ -98,6 +114,8 @@ class Machine:
                 f'Machine {self.name!r} has rates for {", ".join(self.flops) or "no dtype"}; flops needs '
                 'a rate for "float32", which other dtypes have by default.'
             )
+        _check_rates(f"Machine {self.name!r}", bandwidth=self.bandwidth, **self.flops)
+        _check_seconds(f"Machine {self.name!r}", launch=self.launch, view=self.view, call=self.call)
         if wrong := {name: share for name, share in self.efficiency.items() if not share > 0}:
             raise ValueError(f"Machine {self.name!r}: efficiency is {wrong}; shares are more than 0.")
         for name in ("overlaps", "hides"):

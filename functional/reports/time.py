@@ -120,7 +120,7 @@ def time_of(lists: Sequence[RankList], machine: Machine) -> Time:
         machine,
         max(run.end for run in runs),
         max(sum(each.end - each.begin for each in run.computing) for run in runs),
-        sum(each.flops(run) for each, run in zip(costs, runs, strict=True)) / len(runs),
+        sum(each.flops for each in costs) / len(runs),
         Records(sorted(_exposed(runs), key=lambda each: -each.seconds)),
         tuple(runs),
     )
@@ -133,12 +133,12 @@ class _Costs:
         for node, value in (listed.values or {}).items():
             VAL.set(node, value)
         self.listed, self.machine = listed, machine
+        self.flops = 0  # of products so far, whose seconds a machine may not count
 
     def seconds(self, node: fx.Node) -> float:
+        """The seconds of an operation that the rank runs next."""
+        self.flops += flops(node) if is_product(node) else 0
         return seconds_of(node, self.machine, self.listed.runs.nodes.get(node))
-
-    def flops(self, run: RankTimeline) -> int:
-        return sum(flops(each.node) for each in run.computing if is_product(each.node))
 
 
 def _exposed(runs: Sequence[RankTimeline]) -> Iterator[Exposed]:

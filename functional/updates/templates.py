@@ -135,6 +135,8 @@ def _numbered(like: Update, found: Found, rate: float | None) -> Update | None:
         numbers: dict[str, Any] = {name: found[name] for name in ("b1", "b2", "eps")}
     else:
         numbers = {"momentum": found["momentum"]}
+        if not numbers["momentum"]:  # of which a kernel has no velocities
+            return None
     numbers["decay"] = decay
     valid = all(type(x) in (int, float) and x >= 0 for x in numbers.values())
     return replace(like, **numbers) if valid else None

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import CollectiveError
 from torchard.functional.execution.failures import failed
 from torchard.functional.programs.labels import Label, label_of
 from torchard.functional.programs.program import Program
@@ -109,7 +110,7 @@ class Circle:
     def __init__(self, backend: Any, ranks: tuple[int, ...], peers: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.failures = self.begun = 0
-        self.met = False
+        self.met = self.left = False
         # A tag: the ranks of the group and, in the remaining bits, the round.
         tag = zlib.crc32(repr(ranks).encode()) & 0x7FFFFFE0
         rounds = (len(ranks) - 1).bit_length()
@@ -146,6 +147,12 @@ class Circle:
         """Wait until all sends have completed."""
         for round_ in self.rounds:
             round_.end(patience)
+
+    def leave(self) -> None:
+        """Give up a comparison: messages of those who come to it later must not meet the next call."""
+        self.left = True
+        for round_ in self.rounds:
+            round_.close()
 
     @property
     def other(self) -> tuple[int, PlanCall] | None:
@@ -214,9 +221,17 @@ class CallOrder:
         """Compare this call, of a new plan, with those in which missing ranks wait for this one, if any.
 
         Raises:
-            PlanMismatch, RankFailed: see `compare`.
+            PlanMismatch, RankFailed, CollectiveError: see `compare`.
         """
-        _join(self.mesh, missing, self._call)
+        try:
+            _join(self.mesh, missing, self._call)
+        except _Lost as lost:
+            ranks = ", ".join(map(str, lost.circle.ranks))
+            raise CollectiveError(
+                f"ranks {ranks} do not all make the same call: rank {dist.get_rank()} calls {self.text} "
+                f"(a new plan), and lost the others: {lost.error}. Nothing was sent. Stop all ranks, and "
+                "restart them from the last checkpoint."
+            ) from lost.error
 
     def failed(self) -> None:
         """Record that the call that was compared has failed on this rank."""
@@ -247,7 +262,12 @@ def _meet(mine: dict[Circle, PlanCall], patience: datetime.timedelta) -> None:
             _raise(dist.get_rank(), call, *circle.other)
 
 
+_LEFT = "An earlier call was interrupted, or given up, while this rank waited in it for others"
+
+
 def _exchange_calls(mine: dict[Circle, PlanCall], patience: datetime.timedelta) -> None:
+    if (left := next((circle for circle in mine if circle.left), None)) is not None:
+        raise _Lost(left, RuntimeError(_LEFT))
     try:
         new = [circle for circle in mine if not circle.met]
         for step in (Round.ask, Round.answer, Round.settle):
@@ -264,8 +284,12 @@ def _exchange_calls(mine: dict[Circle, PlanCall], patience: datetime.timedelta) 
                 at.receive(number, patience)
         for at in mine:
             at.end(patience)
-    except RuntimeError as error:
-        raise _Lost(at, error) from None
+    except BaseException as error:  # also an interrupt
+        for circle in mine:
+            circle.leave()
+        if isinstance(error, RuntimeError):
+            raise _Lost(at, error) from None
+        raise
 
 
 def _join(mesh: Mesh, others: Sequence[int], call: Callable[[Circle], PlanCall]) -> bool:
@@ -286,7 +310,7 @@ def join_as_failed(mesh: Mesh, others: Sequence[int], text: str) -> bool:
     """Tell ranks that wait for this one's call of an error; return whether there were any."""
     try:
         return _join(mesh, others, lambda at: PlanCall(-1, at.failures, thread_name(), text))
-    except (PlanMismatch, RankFailed):
+    except (PlanMismatch, RankFailed, _Lost):
         return True
 
 

@@ -159,11 +159,15 @@ def _share_segments(node: fx.Node, other: fx.Node) -> None:
 
 
 def _leave_out(term: _Term) -> None:
-    """Replace the sum of a term and a rest by the rest."""
+    """Replace the sum of a term and a rest by the rest, in the dtype and the shape of the sum."""
     addition = term.addition
     (rest,) = (node for node in addition.all_input_nodes if node is not term.view)
-    want = VAL.of(addition)
-    if VAL.of(rest).shape != want.shape:
+    have, want = VAL.of(rest), VAL.of(addition)
+    if (have.dtype, have.device) != (want.dtype, want.device):  # small integers would wrap
+        layout, options = LAYOUT.of(rest), {"dtype": want.dtype, "device": want.device}
+        rest = Inserter(addition)(aten._to_copy.default, rest, **options)
+        LAYOUT.set(rest, layout)
+    if have.shape != want.shape:
         rest = Inserter(addition)(aten.expand.default, rest, list(want.shape), val=want)
         LAYOUT.set(rest, LAYOUT.of(addition))
     addition.replace_all_uses_with(rest)

@@ -93,6 +93,10 @@ class HostLink:
             raise RuntimeError("Connection closed by peer")
         return message
 
+    def close(self) -> None:
+        """End the link: the other process learns of it at its next message."""
+        self._socket.close()
+
 
 def linked(mine: bytes, theirs: bytes) -> HostLink | None:
     """A link to the process that listens at an address, if both are on one host.

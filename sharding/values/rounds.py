@@ -73,6 +73,12 @@ class Round:
         """Whether gloo carries no messages any more."""
         return self._in is not None and self._out is not None
 
+    def close(self) -> None:
+        """End the links."""
+        for link in (self._in, self._out):
+            if link is not None:
+                link.close()
+
     # -- a message ---------------------------------------------------------------------------------
 
     def listen(self) -> None:

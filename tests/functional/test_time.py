@@ -35,6 +35,29 @@ def test_products_take_their_flops() -> None:
     assert seconds(product, machine, *double) == pytest.approx(2 * M * K * N / 1e5)
 
 
+def test_flops_are_those_of_the_program() -> None:
+    """Also on a machine that takes no time for them."""
+    times = [jit(torch.mm, backend="eager").lower(X, W).time(m) for m in (IDEAL, h100())]
+    assert [time.flops for time in times] == [2 * M * K * N] * 2
+
+
+@pytest.mark.parametrize(
+    "how", [{"flops": {"float32": 0.0}}, {"flops": {"float32": -1.0}}, {"bandwidth": 0.0}]
+)
+def test_rates_are_more_than_nothing(how: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"Machine 'ideal': the rate .* rates are more than 0"):
+        replace(IDEAL, **how)
+
+
+def test_links_carry_something_some_time() -> None:
+    with pytest.raises(ValueError, match="Link: the rate bandwidth is 0"):
+        Link(0.0)
+    with pytest.raises(ValueError, match="Link: latency is inf"):
+        Link(1.0, NEVER)
+    with pytest.raises(ValueError, match="Machine 'ideal': launch is inf"):
+        replace(IDEAL, launch=NEVER)
+
+
 def test_operations_take_their_bytes_and_a_launch() -> None:
     machine = replace(IDEAL, bandwidth=1e6, launch=1e-3)
     double = jit(lambda x: (x + x).view(-1), backend="eager")  # a view takes no time

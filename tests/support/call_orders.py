@@ -28,6 +28,7 @@ from forked_ranks import forked_ranks  # noqa: E402
 
 import torchard.sharding.values.mesh as mesh_module  # noqa: E402
 from torchard import (  # noqa: E402
+    CollectiveError,
     Mesh,
     P,
     PlanMismatch,
@@ -38,7 +39,9 @@ from torchard import (  # noqa: E402
     shard,
     shard_map,
 )
+from torchard.functional.torch_internals.accessors import optional as internals  # noqa: E402
 from torchard.sharding.lowering import call_order  # noqa: E402
+from torchard.sharding.values import host_links  # noqa: E402
 
 # Calls in a round, and how often a rank keeps to the order of the others.
 CALLS, KEEPS = 4, 0.7
@@ -162,6 +165,54 @@ def beside_another_backend(rank: int, world: int) -> list[str]:
     return [*first, other, outcome(known["sum 2"])]
 
 
+def given_up(rank: int, how: BaseException) -> list[str]:
+    """Rank 0 gives up a call before the others come to it; then each makes that call, and one more."""
+    call_order._circle.cache_clear()  # as nobody of a circle goes on after this
+    mesh, store = Mesh({"tp": dist.get_world_size()}), internals.default_store()
+    run = shard(lambda x: x.sum(), mesh, out_specs=P())
+    values = [place(torch.full((6,), float(i)), mesh, P("tp")) for i in range(3)]
+    found = [outcome(lambda: float(run(values[0])) == 0.0)]
+    if rank == 0:
+        with mock.patch.object(host_links.HostLink, "receive", side_effect=how):
+            try:
+                run(values[1])
+            except (KeyboardInterrupt, CollectiveError) as error:
+                found.append(type(error).__name__)
+        store.set(f"given up {how!r}", "")
+    store.wait([f"given up {how!r}"])
+    for i in (1, 2):
+        try:
+            found.append("right" if float(run(values[i])) == 6.0 * i else "wrong")
+        except CollectiveError as error:
+            assert "Stop all ranks" in str(error), error
+            found.append("CollectiveError")
+    return found
+
+
+def lost_in_a_comparison(rank: int) -> list[str]:
+    """What rank 0 is told that has a new plan, or fails, while the others wait for it in another call.
+
+    It joins their comparison, in which it loses them.
+    """
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such token")
+
+    def joined(fn: Callable[[torch.Tensor], torch.Tensor]) -> str:
+        call_order._circle.cache_clear()
+        mesh = Mesh({"tp": dist.get_world_size()})
+        run, new = (shard(each, mesh, out_specs=P()) for each in (torch.sum, fn))
+        x = place(torch.arange(6.0), mesh, P("tp"))
+        assert float(run(x)) == 15.0
+        if rank:
+            return outcome(lambda: float(run(x)) == 15.0)
+        error = RuntimeError("Timed out")
+        with mock.patch.object(host_links.HostLink, "receive", side_effect=error):
+            return outcome(lambda: bool(new(x)))
+
+    return [joined(fn) for fn in (torch.amax, fails)]
+
+
 def found_by(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
@@ -175,9 +226,12 @@ def found_by(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
     last = [outcome(call) for call in known.values()]
     beside = beside_another_backend(rank, world)
     linked = [at.by_links for at in call_order._circle(mesh.host_group, tuple(range(world))).rounds]
+    ways = (KeyboardInterrupt(), RuntimeError("Timed out"))
+    left = [given_up(rank, how) for how in ways]
+    lost = lost_in_a_comparison(rank)
     dist.destroy_process_group()
     found = {"alone": [*first, looked, *last], "calls": calls, "threads": threads}
-    return {**found, "beside": beside, "linked": linked}
+    return {**found, "beside": beside, "linked": linked, "left": left, "lost": lost}
 
 
 def main(world: int, folder: str, rounds: int) -> None:

@@ -219,6 +219,20 @@ def test_by_hand(change: str, merged: int, kernels: Counter[str]) -> None:
     assert kernels["parameters"] == merged
 
 
+@pytest.mark.parametrize(("momentum", "merged"), [(0.0, 0), (0, 0), (0.9, 1)])
+def test_momentum_of_nothing(momentum: float, merged: int, kernels: Counter[str]) -> None:
+    """A velocity that forgets all is still a result; a kernel without momentum has none."""
+
+    def update(p: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        v = momentum * v + g
+        return p - 0.1 * v, v
+
+    args = tuple(normal(i, (3, 4), torch.float32) for i in range(3))
+    got = jit(update, backend="eager")(*args)
+    assert_rounded(got, update(*args), update(*in_double(args)))
+    assert kernels["parameters"] == merged
+
+
 def test_large_updates_are_several(kernels: Counter[str]) -> None:
     """Without donation, gradients are freed before all updates are computed."""
     params = {str(i): torch.ones(2**19) for i in range(32)}

@@ -51,6 +51,22 @@ def test_ranks_of_one_host_meet_without_gloo(ranks: Results) -> None:
         assert found["linked"] and all(found["linked"])
 
 
+def test_a_call_that_a_rank_gives_up_meets_no_later_one(ranks: Results) -> None:
+    """By an interrupt, or when it has waited in vain; the others' messages for it come later."""
+    first, *others = (found["left"] for found in ranks)
+    lost = ["CollectiveError"] * 2
+    assert first == [["right", how, *lost] for how in ("KeyboardInterrupt", "CollectiveError")]
+    assert others == [[["right", *lost]] * 2] * len(others)
+
+
+def test_a_rank_that_loses_others_in_their_call_is_told_so(ranks: Results) -> None:
+    """Or of its own error, if it has one."""
+    first, *others = (found["lost"] for found in ranks)
+    assert first[0].startswith("CollectiveError: ranks 0, 1") and "lost the others: Timed out" in first[0]
+    assert first[1] == "ValueError: no such token"
+    assert not {"right", "wrong"} & {each for found in others for each in found}
+
+
 def test_beside_another_backend(ranks: Results) -> None:
     want = ["right", "right", "PlanMismatch", "right"]
     assert [found["beside"] for found in ranks] == [want] * len(ranks)

@@ -119,6 +119,26 @@ def test_sums_in_other_dtypes_are_reduced_apart() -> None:
     torch.testing.assert_close(run(*args), fn(*args), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.bfloat16, torch.float64], ids=str)
+def test_what_is_added_between_is_in_the_dtype_of_the_sum(dtype: torch.dtype) -> None:
+    """Small integers would wrap, masks be united, and bfloat16 be rounded; a 0-d value would widen."""
+
+    def fn(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        total = ((h @ w.mT + b) + c) + (h + 1) @ w.mT
+        return total.view(-1) @ torch.ones(total.numel(), 1)
+
+    shape = () if dtype == torch.float64 else (WIDTH,)
+    b, c = torch.full(shape, 121).to(dtype), torch.full(shape, 71).to(dtype)
+    h, w = torch.arange(BATCH * HIDDEN).view(BATCH, -1) % 5.0, torch.ones(WIDTH, HIDDEN)
+    run = shard(fn, MESH, (P(None, "tp"), P(None, "tp"), P(), P()), P())
+    plan = run.lower(h, w, b, c)
+    prove(plan)
+    assert [c.kind for c in plan.collectives] == ["all_reduce"]
+    have, want = full(run(h, w, b, c)), fn(h, w, b, c)
+    assert have.dtype == want.dtype
+    assert torch.equal(have, want)
+
+
 # -- parallel blocks ---------------------------------------------------------------------------------
 
 
