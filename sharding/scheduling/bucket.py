@@ -159,11 +159,12 @@ def _record(members: Sequence[fx.Node]) -> None:
     for node in members:
         forget(node, COLLECTIVE)
     first = next((r for r in records if r.phase == "backward"), records[0])
+    alike = [r for r in records if r.phase == first.phase]
     merged = replace(
         first,
         shape=(sum(math.prod(r.shape) for r in records),),
         bytes=sum(r.bytes for r in records),
-        scope=_common([r.scope for r in records]),
+        scope=_common([r.scope for r in alike]),
         note=f"{len(records)} merged",
     )
     COLLECTIVE.set(members[0], merged)

@@ -234,4 +234,5 @@ def table(records: Sequence[Collective]) -> str:
     count, total = sum(r.times for r in records), sum(r.bytes * r.times for r in records)
     # A rank sends only what its own stage does, so no rank sends all of a pipeline's.
     summed = ", summed over stages" if any(r.kind == "send" for r in records) else ""
-    return "\n".join([*lines, f"{count} collectives, {total:,} bytes per rank{summed}"])
+    counted = f"{count} collective{'s' * (count != 1)}"
+    return "\n".join([*lines, f"{counted}, {total:,} bytes per rank{summed}"])

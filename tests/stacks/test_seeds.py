@@ -214,7 +214,7 @@ def test_the_plan_prints_as_a_table() -> None:
     assert set(rule) == {"-", " "}
     assert row.split()[:5] == ["all_reduce", "tp", "16×64", "float64", "8,192"]
     assert "seeds.py" in row
-    assert total == "1 collectives, 8,192 bytes per rank"
+    assert total == "1 collective, 8,192 bytes per rank"
 
 
 def test_work_stays_split_where_gathering_would_send_less() -> None:

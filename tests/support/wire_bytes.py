@@ -59,7 +59,6 @@ RING: dict[str, tuple[int, Callable[[int], float]]] = {
     "_allgather_base_": (1, lambda ranks: 1),
     "reduce_scatter_tensor": (0, lambda ranks: 1 / ranks),
     "_reduce_scatter_base_": (1, lambda ranks: 1 / ranks),
-    "all_to_all_single": (0, lambda ranks: 1 / ranks),
 }
 SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 
@@ -76,11 +75,7 @@ class Wire(CommDebugMode):  # type: ignore[misc]
         out = super().__torch_dispatch__(func, types, args, kwargs)
         kind = func.overloadpacket.__name__ if "c10d" in func.namespace else "wait_tensor"
         if out is not NotImplemented and kind not in SILENT:
-            at, part = RING[kind]
-            ranks = dist.get_world_size()
-            sent = args[at] if isinstance(args[at], (list, tuple)) else [args[at]]
-            size = sum(t.numel() * t.element_size() for t in sent)
-            self.sent[self.phase, kind] += math.ceil(size * part(ranks) * (ranks - 1))
+            self.sent[self.phase, kind] += _sent(kind, args)
         return out
 
     def table(self) -> dict[str, dict[str, int]]:
@@ -89,6 +84,18 @@ class Wire(CommDebugMode):  # type: ignore[misc]
         for (phase, kind), size in self.sent.items():
             phases[phase][kind] = size
         return phases
+
+
+def _sent(kind: str, args: Any) -> int:
+    """The bytes that rank 0 hands over for other ranks."""
+    if kind == "all_to_all_single":
+        x, _, (own, *others), *_ = args
+        return x.numel() * x.element_size() * sum(others) // (own + sum(others))
+    at, part = RING[kind]
+    ranks = dist.get_world_size()
+    sent = args[at] if isinstance(args[at], (list, tuple)) else [args[at]]
+    size = sum(t.numel() * t.element_size() for t in sent)
+    return math.ceil(size * part(ranks) * (ranks - 1))
 
 
 @contextlib.contextmanager
