@@ -211,12 +211,12 @@ class Lowering:
 
     def distinct(self, layouts: Sequence[Layout]) -> list[Coords]:
         """One of the lowered coordinates for each distinct key over the axes of these layouts."""
-        key = id(self.coords), *layouts
+        key = id(self.coords), frozenset(layouts)  # an update of many parameters has few layouts
         if key not in self._distinct:
-            self._distinct[key] = self.coords, self._found(layouts)
+            self._distinct[key] = self.coords, self._found(key[1])
         return self._distinct[key][1]
 
-    def _found(self, layouts: Sequence[Layout]) -> list[Coords]:
+    def _found(self, layouts: frozenset[Layout]) -> list[Coords]:
         axes = sorted({a for layout in layouts for a in layout.axes})
         first: dict[Key, Coords] = {}
         for at in self.coords:

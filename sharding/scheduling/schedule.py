@@ -146,6 +146,7 @@ def issue_early(graph: fx.Graph) -> None:
 
     A recomputed one is not moved: its operand may have been kept since the forward.
     """
+    placeholders = graph.find_nodes(op="placeholder")
     for node in list(graph.nodes):
         if not isinstance(op_of(node), _EARLY) or RECOMPUTE.get(node):
             continue
@@ -154,7 +155,7 @@ def issue_early(graph: fx.Graph) -> None:
             chain.append(chain[-1].all_input_nodes[0])
         after = chain[-1].all_input_nodes[0]
         if after.op == "placeholder":
-            after = _last_placeholder(graph)
+            after = placeholders[-1]
         for moved in reversed(chain):
             after.append(moved)
             after = moved
@@ -162,10 +163,6 @@ def issue_early(graph: fx.Graph) -> None:
 
 def _is_sent_alone(node: fx.Node) -> bool:
     return is_alias(node) or (is_cast(node) and len(node.users) == 1)
-
-
-def _last_placeholder(graph: fx.Graph) -> fx.Node:
-    return graph.find_nodes(op="placeholder")[-1]  # type: ignore[no-any-return]
 
 
 def wait_late(graph: fx.Graph) -> None:
