@@ -69,8 +69,17 @@ def merge_reductions(
         else:
             buckets = split(limit)
         for members in buckets:
-            if len(members) > 1:
+            if len(members) > 1 and _pays(members, machine):
                 merge(members, members[-1])
+
+
+def _pays(members: Sequence[fx.Node], machine: Machine) -> bool:
+    """Whether a loss may join: beside a single value, which is then copied, only if that is cheap."""
+    losses = [node for node in members if PHASE.get(node) != "backward"]
+    if len(members) - len(losses) != 1:
+        return True
+    link = machine.link_of(STEP.of(members[0]).axes, "all_reduce")
+    return 2 * sum(map(_bytes, members)) <= link.latency * machine.bandwidth
 
 
 def _most(steps: Sequence[fx.Node]) -> int:

@@ -102,17 +102,17 @@ def test_kernel_injection(load: Any, capsys: pytest.CaptureFixture[str], tmp_pat
 
 SMALL = ["--width", "16", "--context", "8", "--heads", "2", "--layers", "1", "--steps", "3"]
 LITTLE = ["--batch", "8", "--validate", "8", "--sample", "4", "--lr", "0.01"]
-# By pass, kind and axes, of one layer. Logits split by vocabulary take a maximum, two sums and, in the
-# backward, one more; otherwise the loss takes a sum and a count.
+# By pass, kind and axes, of one layer. Logits split by vocabulary take a maximum, a sum and, in the
+# backward, one more; the loss joins another sum of the backward. Otherwise it takes a sum and a count.
 VOCABULARY = {
     "forward all_reduce[max] tp": 1,
-    "forward all_reduce tp": 2,
+    "forward all_reduce tp": 1,
     "backward all_reduce tp": 1,
 }
 RECIPES = {
     "tp": VOCABULARY
     | {
-        "forward all_reduce tp": 2 + 3,
+        "forward all_reduce tp": 2 + 3,  # of a joint program, whose loss does not wait for the backward
         "backward all_reduce tp": 1 + 3,
     },  # embedding, attention, mlp
     "tp+sp": VOCABULARY

@@ -144,12 +144,11 @@ MODEL = EMBEDDING + 2 * WIDTH + LAYERS * LAYER
 
 
 def cross_entropy(rows: int) -> Counter[Any]:
-    """Of logits split by vocabulary: maximum and sum of each row, the picked ones, a backward sum."""
-    return (
-        of("forward", "all_reduce", rows, "tp", 2)
-        + of("forward", "all_reduce", 1, "tp")
-        + of("backward", "all_reduce", rows, "tp")
-    )
+    """Of logits split by vocabulary: maximum and sum of each row, a backward sum.
+
+    The sum of the picked ones, the loss, joins the first sum of the backward that can wait for it.
+    """
+    return of("forward", "all_reduce", rows, "tp", 2) + of("backward", "all_reduce", rows, "tp")
 
 
 @pytest.mark.parametrize("name", ["tp=2", "tp=3"])
@@ -161,7 +160,9 @@ def test_tensor_parallel(name: str) -> None:
     per_pass = 2 * LAYERS + 1
     assert collectives(name) == cross_entropy(ROWS) + of(
         "forward", "all_reduce", STREAM, "tp", per_pass
-    ) + of("backward", "all_reduce", STREAM, "tp", per_pass)
+    ) + of("backward", "all_reduce", STREAM, "tp", per_pass - 1) + of(
+        "backward", "all_reduce", STREAM + 1, "tp"
+    )
 
 
 def test_sequence_parallel() -> None:
@@ -178,14 +179,14 @@ def test_sequence_parallel() -> None:
         + of("backward", "psum_scatter", STREAM, "tp", per_pass)
         + of("backward", "all_gather", local, "tp", per_pass - 1)
         + of("backward", "psum_scatter", EMBEDDING, "tp")
-        + of("backward", "all_reduce", replicated, "tp")
+        + of("backward", "all_reduce", replicated + 1, "tp")
     )
 
 
 def test_data_parallel() -> None:
-    """One call for all gradients of a small model; the loss is a sum over the batch and a count."""
-    assert collectives("dp=2") == of("forward", "all_reduce", 1, "dp", 2) + of(
-        "backward", "all_reduce", MODEL, "dp"
+    """One call for all gradients of a small model, and the loss; the count of labels comes before."""
+    assert collectives("dp=2") == of("forward", "all_reduce", 1, "dp") + of(
+        "backward", "all_reduce", MODEL + 1, "dp"
     )
 
 

@@ -35,12 +35,12 @@ import seeds  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import train_gpt  # noqa: E402
+from collective_counts import Counter  # noqa: E402
 from forked_ranks import print_found  # noqa: E402
 from ranks import COLLECTIVES  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import torchard  # noqa: E402
 import torchard.sharding.values.store_allgather as exchange_module  # noqa: E402
@@ -145,20 +145,6 @@ def compiled_seed_equals_one_device(rank: int, world: int) -> float:
     params, x, ct = seed.normal(torch.float64)
     want = seeds.outputs_and_gradients(seed.forward, params, x, ct)
     return worst(results(Mesh({"tp": world}), seed, backend), want)
-
-
-class Counter(TorchDispatchMode):
-    """Counts the collectives that reach the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace and "wait" not in func.__name__:
-            name = func._schema.name.split("::")[1].rstrip("_")
-            self.counts[name] = self.counts.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
 
 
 @check

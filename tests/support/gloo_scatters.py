@@ -1,4 +1,4 @@
-"""Scatters of several gradients by one call over real ranks: what `gloo.py` runs of them."""
+"""Sums over real ranks, whole and scattered, of several values by one call: what `gloo.py` runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from collective_counts import Counter
 
-from torchard import Mesh, P, place, repeat, shard
+from torchard import Mesh, MeshTensor, P, place, repeat, shard
 
 __all__ = ["CHECKS"]
 
@@ -64,9 +65,34 @@ def scatters_of_layers(rank: int, world: int) -> dict[str, tuple[float, int]]:
     return found
 
 
+# Elements of each of two float32 sums; of the last two, two ranks exchange the former.
+SUMMED = (0, 1, 1001, 2**17, 2**17 + 1)
+
+
+def sums_of_few_bytes(rank: int, world: int) -> list[tuple[bool, dict[str, int]]]:
+    """For each size, whether sums are exact and equal on all ranks, and the collectives that run."""
+    mesh, found = Mesh({"dp": world}), []
+    run = shard(lambda x, y: ((x - y).sum(0), y.sum(0)), mesh, in_specs=P("dp"), out_specs=P())
+    for size in SUMMED:
+        x = torch.arange(world * size, dtype=torch.float32).reshape(world, size) % 251
+        y = x.flip(1) * 3
+        run(x, y)
+        with Counter() as count:
+            have = [as_local(value) for value in run(x, y)]
+        want = (x - y).sum(0), y.sum(0)
+        found.append((all(map(torch.equal, have, want)), count.counts))
+    return found
+
+
+def as_local(value: Any) -> torch.Tensor:
+    """What this rank has of a value of which all have the same."""
+    local: torch.Tensor = value.local if isinstance(value, MeshTensor) else value
+    return local
+
+
 def _leaves(tree: Any) -> list[Any]:
     """The values of a dictionary, or of a list of them."""
     return [v for part in (tree if isinstance(tree, list) else [tree]) for v in part.values()]
 
 
-CHECKS = {"scatters_of_layers": scatters_of_layers}
+CHECKS = {"scatters_of_layers": scatters_of_layers, "sums_of_few_bytes": sums_of_few_bytes}

@@ -74,6 +74,14 @@ def test_scatters_of_a_layer_are_one_call(ranks: Results) -> None:
             assert calls == 2, (case, calls)
 
 
+def test_sums_of_few_bytes(ranks: Results) -> None:
+    """Two ranks exchange what they add up, if it is small: that takes fewer messages, and more memory."""
+    exchanged = "all_to_all_single" if len(ranks) == 2 else "all_reduce"
+    for found in every(ranks, "sums_of_few_bytes"):
+        assert all(exact for exact, _ in found)
+        assert [sent for _, sent in found] == [{exchanged: 1}] * 4 + [{"all_reduce": 1}]
+
+
 @on_two
 def test_ranks_measure_one_machine(ranks: Results) -> None:
     """With a link of each collective, by which programs are predicted."""

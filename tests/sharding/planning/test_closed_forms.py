@@ -48,13 +48,18 @@ def ring(ranks: int, elements: int) -> int:
     return elements * (ranks - 1) // ranks * FLOAT
 
 
+def loss(ranks: int) -> int:
+    """Bytes a rank sends of a loss, with which it joins the first reduction of the backward."""
+    return -(-2 * (ranks - 1) * FLOAT // ranks)
+
+
 @pytest.mark.parametrize("ranks", [2, 64])
 def test_megatron(ranks: int) -> None:
     """Four all_reduces of b s h per layer (Shoeybi et al. 2019, section 3), and two at the ends."""
     rows = 2 * CONTEXT
     found = bytes_of(Recipe({"tp": ranks}, tensor_parallel("tp")), rows)
     reduces = 4 * LAYERS + 2
-    assert found == {("all_reduce", "tp"): reduces * 2 * ring(ranks, rows * WIDTH)}
+    assert found == {("all_reduce", "tp"): reduces * 2 * ring(ranks, rows * WIDTH) + loss(ranks)}
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
@@ -70,7 +75,7 @@ def test_megatron_with_sequences(ranks: int) -> None:
     assert bytes_of(recipe, rows) == {
         ("all_gather", "tp"): (pairs - 1) * one,
         ("psum_scatter", "tp"): pairs * one + ring(ranks, VOCAB * WIDTH),
-        ("all_reduce", "tp"): 2 * ring(ranks, VECTORS),
+        ("all_reduce", "tp"): 2 * ring(ranks, VECTORS) + loss(ranks),
     }
 
 
@@ -78,7 +83,7 @@ def test_megatron_with_sequences(ranks: int) -> None:
 def test_data_parallel(ranks: int) -> None:
     """Two times the parameters (Rajbhandari et al. 2020, section 7.1)."""
     found = bytes_of(Recipe({"dp": ranks}, P(), P("dp")), ranks * CONTEXT)
-    assert found == {("all_reduce", "dp"): 2 * ring(ranks, MODEL)}
+    assert found == {("all_reduce", "dp"): 2 * ring(ranks, MODEL) + loss(ranks)}
 
 
 @pytest.mark.parametrize("ranks", [2, 64])

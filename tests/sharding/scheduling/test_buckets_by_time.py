@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -71,6 +72,16 @@ def test_a_loss_travels_with_the_gradients() -> None:
     assert (sent.shape, sent.phase, sent.note) == ((2 * 16 + 1,), "backward", "3 merged")
     joint = shard(loss, mesh, in_specs=split).lower_joint([w, w], x, argnums=0)
     assert [(c.shape, c.phase) for c in joint.collectives] == [((), "forward"), ((32,), "backward")]
+
+
+@pytest.mark.parametrize(("latency", "sent"), [(1e-3, [WIDTH * WIDTH + 1]), (1e-6, [1, WIDTH * WIDTH])])
+def test_a_loss_does_not_cost_the_copy_of_a_value(latency: float, sent: list[int]) -> None:
+    """A single gradient is sent from where it lies, unless a latency takes longer than to copy it."""
+    mesh, split = Mesh({"dp": 2}, virtual=True), (P(), P("dp"))
+    on = machine(Link(1e11, latency))
+    step = shard(torch.func.grad_and_value(loss), mesh, in_specs=split, out_specs=P(), machine=on)
+    lowered = step.lower(PARAMS[:1], ROWS)
+    assert [math.prod(c.shape) for c in lowered.collectives] == sent
 
 
 def test_the_user_s_size_comes_first() -> None:
