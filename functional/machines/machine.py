@@ -163,7 +163,17 @@ class Machine:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Machine:
-        """Read the rates from a JSON file that `save` wrote."""
-        known = json.loads(Path(path).read_text(encoding="utf-8"))
-        links = {axis: Link(**link) for axis, link in known.pop("links").items()}
-        return Machine(**known | {"link": Link(**known["link"]), "links": links})
+        """Read the rates from a JSON file that `save` wrote.
+
+        Raises:
+            ValueError: the file has other contents.
+        """
+        try:
+            known = json.loads(Path(path).read_text(encoding="utf-8"))
+            links = {axis: Link(**link) for axis, link in known.pop("links").items()}
+            return Machine(**known | {"link": Link(**known["link"]), "links": links})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"Machine.load: {path} is not a file that Machine.save wrote ({error}); "
+                "save the machine again."
+            ) from error

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torchard.functional.core.arguments import checked
 from torchard.functional.execution.binding import bind
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.program import Bound, Program
@@ -81,6 +82,7 @@ class Lowered(Program):
         """FLOPs and bytes on one device and on the busiest rank, and how much each axis splits."""
         return work_of(self)
 
+    @checked
     def time(self, machine: Machine) -> Time:
         """The seconds that the program takes on a machine, and the communication that it waits for.
 

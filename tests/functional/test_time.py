@@ -247,6 +247,16 @@ def traced(time: Any, folder: Path) -> list[dict[str, Any]]:
     return list(document["traceEvents"])
 
 
+@pytest.mark.parametrize("text", ["[1]", "{", '{"name": "m"}', '{"links": {"a": 5}}'])
+def test_files_that_are_no_machines(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "host.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"host\.json is not a file that Machine.save wrote"):
+        Machine.load(path)
+    with pytest.raises(TypeError, match="time: machine"):
+        jit(torch.neg, backend="eager").lower(X).time("host")  # type: ignore[arg-type]
+
+
 def test_machines_are_files(tmp_path: Path) -> None:
     for machine in (v100(), h100(between=["dp"]), h200()):
         machine.save(tmp_path / "machine.json")
