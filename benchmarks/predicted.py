@@ -132,9 +132,11 @@ def compared() -> tuple[list[Found], dict[str, list[float]]]:
             print(plan, file=sys.stderr, flush=True)
     known = (before, measured(each))
     predicted: dict[str, list[float]] = {}
+    if dist.get_rank() > 0:
+        return rows, predicted
     for plan, lowered in zip(each, steps, strict=True):
         both = [falsified(along(plan, of[plan.shape])) for of in known]
-        for name in both[0] if dist.get_rank() == 0 else ():
+        for name in both[0]:
             seconds = statistics.fmean(lowered.time(of[name]).seconds for of in both)
             predicted.setdefault(name, []).append(seconds)
     return rows, predicted

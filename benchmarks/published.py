@@ -52,7 +52,7 @@ from torchard import (
     shard,
     trace,
 )
-from torchard.functional.costs.flops import op_name
+from torchard.functional.costs.seconds import family
 from torchard.functional.torch_internals import FakeTensorMode
 
 # What torch.autocast on GPUs computes in which dtype; all else is in the dtype of its operands.
@@ -266,7 +266,7 @@ def spent(time: Any) -> str:
     seconds: Counter[str] = Counter()
     for each in time.timelines[0].intervals:
         if not each.stream:
-            name = "waits" if each.waits else op_name(each.node).partition("[")[0]
+            name = "waits" if each.waits else family(each.node)
             seconds[name] += each.end - each.begin
     return "\n".join(f"{1e3 * s:8.2f}  {name}" for name, s in seconds.most_common(12))
 

@@ -18,7 +18,9 @@ from torchard.functional.programs.loops import times
 from torchard.functional.programs.tags import STAGE, VAL
 from torchard.functional.programs.views import is_view
 
-__all__ = ["busy_seconds", "device_of", "family", "seconds_of"]
+__all__ = ["BY_MEMORY", "busy_seconds", "device_of", "family", "seconds_of", "variant"]
+
+BY_MEMORY, _STRIDED = "/memory", "/strided"  # as `Machine.efficiency` has them
 
 
 def seconds_of(node: fx.Node, machine: Machine, written: bool | None = None) -> float:
@@ -40,19 +42,21 @@ def busy_seconds(node: fx.Node, machine: Machine, written: bool | None = None) -
     product = is_product(node)
     multiplied = flops_of(node) / machine.rate(_dtype(node)) if product else 0.0
     seconds = max(multiplied, touched)
-    return seconds / machine.share(family(node, product and multiplied < touched)) if seconds else 0.0
+    name = variant(node) + BY_MEMORY * (product and multiplied < touched)
+    return seconds / machine.share(name) if seconds else 0.0
 
 
-def family(node: fx.Node, by_memory: bool = False) -> str:
-    """The name of a node's operation, without the constants that it was created for: ``"adamw"``.
+def family(node: fx.Node) -> str:
+    """The name of a node's operation, without the constants that it was created for: ``"adamw"``."""
+    return op_name(node).partition("[")[0]
 
-    Args:
-        by_memory: whether it is a product that reads and writes longer than it multiplies.
+
+def variant(node: fx.Node) -> str:
+    """The name under which a machine has the share of its rates that a node's operation reaches.
+
+    A product that memory bounds has one of its own, with `BY_MEMORY` behind its name.
     """
-    name = op_name(node).partition("[")[0]
-    if by_memory:
-        return f"{name}/memory"
-    return f"{name}/strided" if not is_product(node) and _is_strided(node) else name
+    return family(node) + _STRIDED * (not is_product(node) and _is_strided(node))
 
 
 def _is_strided(node: fx.Node) -> bool:

@@ -122,6 +122,10 @@ class Machine:
             if getattr(self, name) > 1:
                 raise ValueError(f"Machine: {name} is {getattr(self, name)}; it is a share, from 0 to 1.")
 
+    def sending(self, link: Link, size: float) -> float:
+        """The seconds for which a rank that sends a number of bytes by a link computes nothing."""
+        return (1 - self.hides) * link.latency + (1 - self.overlaps) * size / link.bandwidth
+
     def speed(self, computing: float) -> float:
         """How many times as fast a rank computes while a share of all ranks does."""
         return min(self.alone, 1 / computing) if computing else 1.0

@@ -178,9 +178,9 @@ class _Links:
             link = (*axes, *sorted(others.items()))
         number = self.counts[rank, link]
         self.counts[rank, link] += 1
-        busy = (1 - machine.overlaps) * size / speed.bandwidth
-        busy += (1 - machine.hides) * speed.latency
-        made = _Transfer(link, stream, busy, speed.seconds(size) - busy, members)
+        sending = machine.sending(speed, size)
+        rest = max(speed.seconds(size) - sending, 0.0)  # not less by rounding
+        made = _Transfer(link, stream, sending, rest, members)
         return self.known.setdefault((link, number), made)
 
 

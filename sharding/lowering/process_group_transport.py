@@ -188,6 +188,11 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
         """The shape of `x`."""
         return self.p.shape(self.p.step.before, self.at_)
 
+    @functools.cached_property
+    def members(self) -> Sequence[Coords]:
+        """The ranks that take part, in the order of the group."""
+        return self.p.members(self.at_)
+
     def later(self, finish: Callable[[], fx.Node]) -> Value:
         """The value that ``finish`` will compute when it is first used."""
         return Value(wait=self.p.low.tagged(lambda: self.p.close(finish(), self.at_)))
@@ -205,7 +210,7 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
         return self.call(aten.movedim.int, x, 0, dim) if dim else x
 
     def sizes(self, layout: Layout, place: SubDim) -> list[int]:
-        return [len(self.p.range(layout, place, m)) for m in self.p.members(self.at_)]
+        return [len(self.p.range(layout, place, m)) for m in self.members]
 
     def at_front(self, dim: int, size: int) -> list[int]:
         """The local shape with a dim moved to the front and resized to ``size``."""
@@ -225,13 +230,14 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
 
     def all_reduce(self, op: AllReduce) -> _Message:
         encode, decode, _ = reducing(self.call, self.val.dtype, op.reduction)
-        if self.by_exchange and self.is_small and op.reduction == "sum" and self.ranks == 2:
-            return self.sum_of_two(self.contiguous(encode(self.x)), decode)
+        x = self.contiguous(encode(self.x))
+        if self.by_exchange and self.is_small and op.reduction == "sum" and len(self.members) == 2:
+            return self.sum_of_two(x, decode)
 
         def send(buffer: fx.Node) -> fx.Node:
             return self.channel.issue("all_reduce", buffer, op.reduction)
 
-        return _Message(self.contiguous(encode(self.x)), send, decode, self.before)
+        return _Message(x, send, decode, self.before)
 
     @property
     def by_exchange(self) -> bool:
@@ -243,10 +249,6 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
         """Whether what is sent, of all merged values, takes no longer than a latency or two."""
         return self.p.low.record is not None and self.p.low.record.bytes <= _SMALL
 
-    @property
-    def ranks(self) -> int:
-        return len(self.p.members(self.at_))
-
     def pairs(self, x: fx.Node) -> fx.Node:
         """Complex numbers as pairs of real ones: gloo does not exchange them."""
         return self.call(aten.view_as_real.default, x) if self.val.dtype.is_complex else x
@@ -257,7 +259,7 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
         gloo's all_reduce takes several messages one after another, so that of few bytes it takes up to
         five times as long (torch 2.13); but it needs no memory for what is received.
         """
-        view, own = self.p.low.emit.view, self.p.members(self.at_).index(self.at_)
+        view, own = self.p.low.emit.view, self.members.index(self.at_)
         other = [own, 1 - own]  # the rows for, and from, either rank
 
         def send(buffer: fx.Node) -> fx.Node:
@@ -388,7 +390,7 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
 
     def ppermute(self, op: Ppermute) -> _Message:
         """Issue an all_to_all in which most splits are empty; every rank of the group takes part."""
-        count, group = math.prod(self.before), self.p.members(self.at_)
+        count, group = math.prod(self.before), self.members
         own = group.index(self.at_)
         carrier = exchanging(self.call, self.val.dtype)
         give, take = [0] * len(group), [0] * len(group)

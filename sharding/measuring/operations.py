@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import fx
 
 from torchard.functional.costs.flops import flops, is_product
-from torchard.functional.costs.seconds import family
+from torchard.functional.costs.seconds import variant
 from torchard.functional.costs.traffic import bytes_touched
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.views import is_view
@@ -53,7 +53,7 @@ def timed(program: Program, inputs: Sequence[Any], rounds: int) -> list[Sample]:
 
 def _sample(node: fx.Node, seconds: float) -> Sample:
     multiplied = flops(node) if is_product(node) else 0
-    return Sample(family(node), seconds, multiplied, bytes_touched(node), is_view(node))
+    return Sample(variant(node), seconds, multiplied, bytes_touched(node), is_view(node))
 
 
 def _run(graph: fx.Graph, inputs: Sequence[Any]) -> list[tuple[fx.Node, float]]:

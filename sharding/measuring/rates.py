@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from torchard.functional.costs.seconds import BY_MEMORY
 from torchard.sharding.measuring.operations import Sample
 
 __all__ = ["Rates", "explained"]
@@ -45,7 +46,7 @@ def explained(samples: Sequence[Sample]) -> Rates:
     for s in computing:
         multiplies, moves_bytes = s.flops / rate, s.bytes / bandwidth
         if max(multiplies, moves_bytes) > launch / 4:  # what is smaller is all launch
-            name = f"{s.name}/memory" if 0 < multiplies < moves_bytes else s.name
+            name = s.name + BY_MEMORY * (0 < multiplies < moves_bytes)
             alike[name] += max(multiplies, moves_bytes)
             took[name] += busy[s]
     return Rates(

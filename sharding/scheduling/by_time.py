@@ -89,10 +89,8 @@ def _end(
     """When the program ends, if `done` says when each position does without waiting or sending."""
     free = waited = sent = 0.0
     for bucket in buckets:
-        seconds = link.seconds(_bytes(bucket))
-        free = max(free, done[int(at[bucket[-1]])] + sent) + seconds
-        # For so long the rank itself sends, and computes nothing.
-        sent += (1 - machine.hides) * link.latency + (1 - machine.overlaps) * (seconds - link.latency)
+        free = max(free, done[int(at[bucket[-1]])] + sent) + link.seconds(_bytes(bucket))
+        sent += machine.sending(link, _bytes(bucket))
         use = min(uses[node] for node in bucket)
         waited = max(waited, free - done[-1 if math.isinf(use) else int(use)] - sent)
     return done[-1] + sent + waited

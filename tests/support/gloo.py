@@ -158,11 +158,11 @@ def collectives_that_really_run(rank: int, world: int) -> dict[str, int]:
     inputs = arguments[1].parts if isinstance(arguments[1], MeshTensor) else (arguments[1],)
     leaves += [t.requires_grad_() for t in inputs]
     out = fn(*arguments, ct)
-    local = out.local if isinstance(out, MeshTensor) else out
+    local = gloo_scatters.as_local(out)
     torch.autograd.grad(local, leaves, torch.ones_like(local))  # plans the backward
     with Counter() as count:
         out = fn(*arguments, ct)
-        local = out.local if isinstance(out, MeshTensor) else out
+        local = gloo_scatters.as_local(out)
         torch.autograd.grad(local, leaves, torch.ones_like(local))
     return count.counts
 

@@ -20,11 +20,6 @@ SIZE = train_gpt.Size(context=4, width=12, heads=3, layers=1)
 LOSS = functools.partial(train_gpt.loss, SIZE)
 
 
-def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "c10d" in func.namespace and "all_to_all_single" in func.__name__
-        return func(*args, **(kwargs or {}))
-
-
 def arguments(mesh: Mesh, specs: Any) -> tuple[Any, Any]:
     params = optree.tree_map(lambda t: t.double(), train_gpt.init(SIZE, random.key(0)))
     batch = random.randint(random.key(1), (6, SIZE.context + 1), 0, 256)

@@ -10,7 +10,7 @@ from collective_counts import Counter
 
 from torchard import Mesh, MeshTensor, P, place, repeat, shard
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "as_local"]
 
 Params = dict[str, Any]
 
