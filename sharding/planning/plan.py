@@ -23,6 +23,7 @@ from torchard.sharding.layouts.options import atomic, factor_axes
 from torchard.sharding.layouts.tags import CALL, RULE
 from torchard.sharding.planning.decision import BATCH, PARAMETER, Given, LayoutDecision, work_of
 from torchard.sharding.planning.manual_options import local_operations
+from torchard.sharding.planning.minimum.minimum import improved
 from torchard.sharding.planning.propagate import SWEEPS, propagate, take_apart
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.values.mesh import Mesh
@@ -76,9 +77,21 @@ def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
         ways.append((*blocked, _chosen(*blocked, mesh)))
     plans = [plan for *_, plan in ways]
     plans += [_chosen(*owned, mesh) for way in ways if (owned := _by_owner(*way, mesh))]
+    plans = [_improved(plan, mesh) for plan in plans]
     if len(plans) == 1:
         return plans[0]
     return min(plans, key=lambda plan: (len(_lost(plan, mesh)), _total(plan)))
+
+
+def _improved(plan: Plan, mesh: Mesh) -> Plan:
+    if plan.given.local:
+        return plan
+    import os
+    from torchard import Link
+    m = plan.given.machine
+    m = replace(m, flops={"float32": float(os.environ.get("F", "64e9"))}, bandwidth=float(os.environ.get("B","384e9")), link=Link(1e9, float(os.environ.get("LAT","0"))))
+    decision, _ = improved(plan.graph, replace(plan.given, machine=m), mesh.sizes, plan.decision)
+    return replace(plan, decision=decision)
 
 
 def _by_owner(

@@ -1,0 +1,160 @@
+"""Exact minimization of a sum of terms over variables with finitely many states.
+
+    minimize  Σ_v unary[v](x_v) + Σ_(u,v) pair[u, v](x_u, x_v)
+
+A variable is eliminated by minimizing over its states the sum of all terms that it is in, which is a term
+of its neighbours (Bertelè & Brioschi, "Nonserial Dynamic Programming", 1972; bucket elimination, Dechter
+1999). In the order of the smallest such sums, the work is exponential in the width of the graph, which
+for programs does not grow with their depth. Equal terms are combined once: layers repeat.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Problem", "TooWide", "minimum"]
+
+Table = npt.NDArray[np.float64]
+_LARGEST = 30_000_000  # entries of a table
+
+
+class TooWide(Exception):
+    """The elimination of a variable needs a table that is too large."""
+
+
+class Problem:
+    """Variables and the terms of their costs; a term is a table over the states of its variables.
+
+    Tables are compared by identity: equal ones should be one object.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.terms: list[tuple[tuple[int, ...], Table]] = []
+
+    def variable(self, unary: Table) -> int:
+        """Add a variable, and return its number."""
+        self.sizes.append(len(unary))
+        self.terms.append(((len(self.sizes) - 1,), unary))
+        return len(self.sizes) - 1
+
+    def add(self, scope: tuple[int, ...], table: Table) -> None:
+        """Add a term over some variables."""
+        assert table.shape == tuple(self.sizes[v] for v in scope)
+        self.terms.append((scope, table))
+
+    def cost(self, states: Sequence[int]) -> float:
+        """The sum of all terms in given states."""
+        return float(sum(table[tuple(states[v] for v in scope)] for scope, table in self.terms))
+
+
+class _Term(NamedTuple):
+    scope: tuple[int, ...]
+    table: Table
+
+
+class _Step(NamedTuple):
+    """One eliminated variable, and its best state by the states of its neighbours."""
+
+    variable: int
+    scope: tuple[int, ...]
+    best: npt.NDArray[np.intp]
+
+
+def minimum(problem: Problem) -> tuple[float, list[int]]:
+    """The smallest cost, and states that have it: of several, the first in order.
+
+    Raises:
+        TooWide: a table would be too large.
+    """
+    return _Elimination(problem).run()
+
+
+class _Elimination:
+    def __init__(self, problem: Problem) -> None:
+        self.sizes = problem.sizes
+        self.terms = {i: _Term(*term) for i, term in enumerate(problem.terms)}
+        self.of: list[set[int]] = [set() for _ in self.sizes]
+        for i, term in self.terms.items():
+            for v in term.scope:
+                self.of[v].add(i)
+        self.number = len(self.terms)
+        self.known: dict[object, tuple[Table, npt.NDArray[np.intp]]] = {}
+        self.value = 0.0
+
+    def run(self) -> tuple[float, list[int]]:
+        queue = [(self._size(v), v) for v in range(len(self.sizes))]
+        heapq.heapify(queue)
+        left, steps = set(range(len(self.sizes))), []
+        while queue:
+            size, v = heapq.heappop(queue)
+            if v not in left:
+                continue
+            if size != (now := self._size(v)):
+                heapq.heappush(queue, (now, v))
+                continue
+            left.discard(v)
+            steps.append(self._eliminated(v))
+            for u in steps[-1].scope:
+                heapq.heappush(queue, (self._size(u), u))
+        return self.value, self._states(steps)
+
+    def _scope(self, v: int) -> list[int]:
+        """The other variables of a variable's terms."""
+        return sorted({u for i in self.of[v] for u in self.terms[i].scope} - {v})
+
+    def _size(self, v: int) -> int:
+        return math.prod((self.sizes[u] for u in self._scope(v)), start=self.sizes[v])
+
+    def _eliminated(self, v: int) -> _Step:
+        scope = (v, *self._scope(v))
+        if math.prod(self.sizes[u] for u in scope) > _LARGEST:
+            raise TooWide
+        terms = [self.terms.pop(i) for i in sorted(self.of[v])]
+        for i in list(self.of[v]):
+            for u in scope:
+                self.of[u].discard(i)
+        at = {u: k for k, u in enumerate(scope)}
+        places = tuple(tuple(at[u] for u in term.scope) for term in terms)
+        key = (len(scope), places, tuple(id(term.table) for term in terms))
+        if key not in self.known:
+            shape = tuple(self.sizes[u] for u in scope)
+            total = _total(shape, [t.table for t in terms], places)
+            # Terms are kept, as their identities are in the key.
+            self.known[key] = total.min(0), total.argmin(0)
+            self.kept = [*getattr(self, "kept", []), terms]
+        least, best = self.known[key]
+        if len(scope) == 1:
+            self.value += float(least)
+        else:
+            self.terms[self.number] = _Term(scope[1:], least)
+            for u in scope[1:]:
+                self.of[u].add(self.number)
+            self.number += 1
+        return _Step(v, scope[1:], best)
+
+    def _states(self, steps: Sequence[_Step]) -> list[int]:
+        states = [0] * len(self.sizes)
+        for step in reversed(steps):
+            states[step.variable] = int(step.best[tuple(states[u] for u in step.scope)])
+        return states
+
+
+def _total(
+    shape: tuple[int, ...], tables: Sequence[Table], places: Sequence[tuple[int, ...]]
+) -> Table:
+    """The sum of tables over a scope, each of which is over some of its variables."""
+    total = np.zeros(shape)
+    for table, place in zip(tables, places, strict=True):
+        order = sorted(range(len(place)), key=place.__getitem__)
+        wide = [1] * len(shape)
+        for k in place:
+            wide[k] = shape[k]
+        total += table.transpose(order).reshape(wide)
+    return total

@@ -1,0 +1,233 @@
+"""A plan as the minimum of its seconds on a machine.
+
+Variables are the option x_o of each operation o and the layout y_v in which each value v is kept:
+
+    Σ_o work(x_o) + Σ_(o → v) move(out_v(x_o), y_v) + Σ_(v → o) move(y_v, in_v(x_o))
+
+Inputs, outputs and constraints fix layouts; a carry has one layout, and a cotangent that of its output.
+The minimum is exact along one axis, with the roles of the others as they are; axes take turns until none
+improves the plan.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from torch import fx
+
+from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.loops import times
+from torchard.functional.programs.markers import again, enter, leave
+from torchard.functional.programs.tags import VAL
+from torchard.sharding.layouts.layout import Layout, Sizes
+from torchard.sharding.layouts.options import Option
+from torchard.sharding.planning.aliases import is_alias
+from torchard.sharding.planning.decision import Given, LayoutDecision, work_per_point
+from torchard.sharding.planning.minimum.choices import Choices, values_of
+from torchard.sharding.planning.minimum.elimination import Problem, TooWide, minimum
+from torchard.sharding.planning.minimum.reshards import Reshards
+from torchard.sharding.rules import Call
+
+__all__ = ["Energy", "improved"]
+
+Table = npt.NDArray[np.float64]
+_SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
+_ROUNDS = 4
+
+
+def improved(
+    graph: fx.Graph, given: Given, sizes: Sizes, start: LayoutDecision
+) -> tuple[LayoutDecision, float]:
+    """A decision that no change along one axis improves, and its cost; begun from another."""
+    energy = Energy(graph, given, sizes)
+    best, cost = start, float("inf")
+    axes = [a for a, n in sizes if n > 1]
+    for _ in range(_ROUNDS if len(axes) > 1 else 1):
+        before = cost
+        for axis in axes:
+            try:
+                best, cost = energy.along(axis, best)
+            except TooWide:
+                continue
+        if cost >= before * (1 - 1e-9):
+            break
+    return best, cost
+
+
+class Energy:
+    """The cost of decisions on one program."""
+
+    def __init__(self, graph: fx.Graph, given: Given, sizes: Sizes) -> None:
+        self.graph, self.given, self.sizes = graph, given, sizes
+        self.reshards = Reshards(sizes, given.machine)
+        self._works: dict[object, Table] = {}
+        self._unaries: dict[object, Table] = {}
+
+    def along(self, axis: str, now: LayoutDecision) -> tuple[LayoutDecision, float]:
+        """The cheapest decision that differs along one axis only, and its cost."""
+        model = _Model(self, Choices(self.graph, self.given, self.sizes, axis, now))
+        cost, states = minimum(model.problem)
+        return model.decision(states), cost
+
+    def works(self, node: fx.Node, options: tuple[Option, ...]) -> Table:
+        """The seconds of the busiest rank, by option."""
+        rate = 0.0 if is_alias(node) else work_per_point(node, self.given.machine)
+        val = VAL.of(node)
+        item = val.dtype.itemsize if hasattr(val, "dtype") else 4
+        key = options, rate, item
+        if key not in self._works:
+            costs = [o.cost(self.sizes) for o in options]
+            link = self.given.machine.link
+            self._works[key] = np.array(
+                [c.work * rate + item * (c.exchanged / link.bandwidth + c.volume * _SMALLEST) for c in costs]
+            )
+        return self._works[key]
+
+    def shared(self, table: Table) -> Table:
+        """The table; equal ones are one object."""
+        return self._unaries.setdefault((table.shape, table.tobytes()), table)
+
+
+class _Model:
+    """The problem of one program along one axis."""
+
+    def __init__(self, energy: Energy, choices: Choices) -> None:
+        self.energy, self.choices = energy, choices
+        self.given, self.graph = energy.given, energy.graph
+        self.table = energy.reshards.table
+        self.problem = Problem()
+        self.of_value: dict[fx.Node, int] = {}
+        self.of_option: dict[fx.Node, int] = {}
+        self.layouts: dict[fx.Node, tuple[Layout, ...]] = {}
+        self.outputs = output_values(self.graph)
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._input(node)
+            elif node in self.given.constraints:
+                self._fixed(node)
+            elif node in self.given.relative:
+                self._related(node)
+            elif node in self.choices.options:
+                self._operation(node)
+        for i, value in enumerate(self.outputs):
+            self._output(i, value)
+        for node, known in self.given.inputs.items():
+            if isinstance(known, int):
+                self._cotangent(node, known)
+
+    # -- variables --------------------------------------------------------------------------------
+
+    def _value(self, node: fx.Node, layouts: tuple[Layout, ...], unary: Table | None = None) -> int:
+        self.layouts[node] = layouts
+        costs = np.zeros(len(layouts)) if unary is None else unary
+        self.of_value[node] = self.problem.variable(self.energy.shared(costs))
+        return self.of_value[node]
+
+    def _input(self, node: fx.Node) -> None:
+        known = self.given.inputs[node]
+        if isinstance(known, int):
+            layouts = dict.fromkeys(x for x in self.choices.layouts[node] if not x.pending)
+            layouts |= dict.fromkeys(x.reduced() for x in self.choices.layouts[self.outputs[known]])
+            self._value(node, tuple(layouts))
+        else:
+            layouts = {known[0]: None} | self.choices.layouts[node]
+            have = tuple(x for x in layouts if x == known[0] or not x.pending)
+            self._value(node, have, self.table((known[0],), have, *_element(node))[0])
+
+    def _fixed(self, node: fx.Node) -> None:
+        fixed = self.given.constraints[node]
+        self._value(node, (fixed,))
+        (source,) = node.all_input_nodes
+        self._edge(source, self.of_value[node], (fixed,))
+
+    def _related(self, node: fx.Node) -> None:
+        """A value that is read in a layout that depends on its own."""
+        (source,) = node.all_input_nodes
+        relation, have = self.given.relative[node], self.layouts[source]
+        wanted = [relation(x.reduced(), self.energy.sizes) for x in have]
+        layouts = tuple(dict.fromkeys(wanted))
+        here = self._value(node, layouts)
+        costs = self.table(have, layouts, *_element(source)) + _equal(tuple(wanted), layouts)
+        self.problem.add((self.of_value[source], here), self.energy.shared(costs))
+
+    def _operation(self, node: fx.Node) -> None:
+        options = self.choices.options[node]
+        at = self.problem.variable(self.energy.works(node, options))
+        self.of_option[node] = at
+        tied = node.target in (enter, again, leave)
+        for k, operand in enumerate(Call.of(node).operands):
+            ins = tuple(o.ins[k] for o in options)
+            last = k == len(Call.of(node).operands) - 1
+            self._edge(operand, at, ins, equal=tied and last and node.target is not enter)
+        for i, value in values_of(node).items():
+            outs = tuple(o.outs[i] for o in options)
+            layouts = tuple(self.choices.layouts[value])
+            here = self._value(value, layouts)
+            costs = self.table(outs, layouts, *_element(value))
+            self.problem.add((at, here), _equal(outs, layouts) if tied else costs)
+
+    def _edge(
+        self, source: fx.Node, at: int, wanted: tuple[Layout, ...], equal: bool = False
+    ) -> None:
+        layouts = self.layouts[source]
+        costs = _equal(layouts, wanted) if equal else self.table(layouts, wanted, *_element(source))
+        self.problem.add((self.of_value[source], at), costs)
+
+    def _output(self, i: int, value: fx.Node) -> None:
+        want, layouts = self.given.outputs[i], self.layouts[value]
+        wanted = [x.reduced() if want is None else want for x in layouts]
+        costs = np.array(
+            [
+                self.energy.reshards.seconds(x, w, *_element(value))
+                for x, w in zip(layouts, wanted, strict=True)
+            ]
+        )
+        self.problem.add((self.of_value[value],), self.energy.shared(costs))
+
+    def _cotangent(self, node: fx.Node, output: int) -> None:
+        """A cotangent has the layout of its output."""
+        fixed, value = self.given.outputs[output], self.outputs[output]
+        layouts = self.layouts[node]
+        if fixed is not None:
+            costs = np.array([0.0 if x == fixed else float("inf") for x in layouts])
+            self.problem.add((self.of_value[node],), self.energy.shared(costs))
+        else:
+            outputs = tuple(x.reduced() for x in self.layouts[value])
+            self.problem.add((self.of_value[value], self.of_value[node]), _equal(outputs, layouts))
+
+    # -- the decision -----------------------------------------------------------------------------
+
+    def decision(self, states: list[int]) -> LayoutDecision:
+        """The decision of a solution."""
+        made = LayoutDecision()
+        for node, at in self.of_option.items():
+            option = made.option[node] = self.choices.options[node][states[at]]
+            made.raw[node] = option.outs
+        for node, at in self.of_value.items():
+            made.home[node] = self.layouts[node][states[at]]
+        made.bytes = self.problem.cost(states) * self.given.machine.link.bandwidth
+        for node, known in self.given.inputs.items():
+            if not isinstance(known, int):
+                made.home[node] = known[0]
+        homes = [self.layouts[v][states[self.of_value[v]]] for v in self.outputs]
+        made.outputs = tuple(
+            home.reduced() if want is None else want
+            for home, want in zip(homes, self.given.outputs, strict=True)
+        )
+        return made
+
+
+def _element(node: fx.Node) -> tuple[int, int]:
+    """The bytes of an element of a value, and how often it is computed."""
+    return VAL.of(node).dtype.itemsize, times(node)
+
+
+_EQUAL: dict[object, Table] = {}
+
+
+def _equal(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
+    """Nothing where two layouts are equal, else infinite."""
+    key = tuple(tuple(h == w for w in want) for h in have)
+    if key not in _EQUAL:
+        _EQUAL[key] = np.where(np.array(key, dtype=bool).reshape(len(have), len(want)), 0.0, np.inf)
+    return _EQUAL[key]
