@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchard import P, repeat
 
-from .case import DP, LOSS, Program, expert, gather, reduce, values
+from .case import DP, LOSS, TWO, Program, expert, gather, reduce, values
 
 ROWS, DIM = 1024, 16
 FEW = 64
@@ -70,6 +70,15 @@ def power(a: Tensor, v: Tensor) -> Tensor:
 @expert("power iteration, rows split", [gather(SIZE) * STEPS])
 def _() -> Program:
     return Program(power, (symmetric(), values(SIZE)), DP, (P("dp"), P()), P())
+
+
+# A rank's terms of half of the rows are added up over tp, and the halves gathered over dp.
+@expert(
+    "power iteration, rows and columns split, 2x2",
+    [reduce(SIZE // 2, 2) * STEPS, gather(SIZE, 2) * STEPS],
+)
+def _() -> Program:
+    return Program(power, (symmetric(), values(SIZE)), TWO, (P("dp", "tp"), P()), P())
 
 
 def conjugate_gradients(a: Tensor, b: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torchard import P, nn
 from .case import (
     DP,
     LOSS,
+    TWO,
     Program,
     expert,
     gather,
@@ -55,6 +56,19 @@ def towers() -> Any:
 def _() -> Program:
     args = towers(), values(BATCH, IN), values(BATCH, IN)
     return Program(grad_and_value(clip), args, DP, (P(), P("dp"), P("dp")), P())
+
+
+# The batch is split over both axes: the same.
+@expert(
+    "CLIP, 2x2",
+    [
+        *(gather(BATCH * WIDTH), scatter(BATCH * WIDTH), reduce(BATCH), reduce(BATCH)),
+        *(reduce(2 * WIDTH * IN + 1), LOSS),
+    ],
+)
+def _() -> Program:
+    args, split = (towers(), values(BATCH, IN), values(BATCH, IN)), P(("dp", "tp"))
+    return Program(grad_and_value(clip), args, TWO, (P(), split, split), P())
 
 
 def in_batch(p: Any, users: Tensor, items: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.func import grad_and_value
 
 from torchard import P, nn
 
-from .case import DP, LOSS, TP, Program, expert, gather, ids, reduce, scatter, values, weights
+from .case import DP, LOSS, TP, TWO, Program, expert, gather, ids, reduce, scatter, values, weights
 
 ROWS, WIDTH, BATCH, BAG = 4096, 32, 64, 4
 
@@ -47,6 +47,13 @@ def _() -> Program:
 @expert("embedding bag, table split", [reduce(BATCH * WIDTH)])
 def _() -> Program:
     return Program(bags, arguments(), TP, (P("tp"), P()), P())
+
+
+# Ids are split over one axis and the table over the other: the terms of a rank's bags are added up.
+# Both ranks along tp look up all of their bags' ids.
+@expert("embedding bag, table and bags split, 2x2", [reduce(BATCH // 2 * WIDTH, 2)], repeats=2)
+def _() -> Program:
+    return Program(bags, arguments(), TWO, (P("tp"), P("dp")), P("dp"))
 
 
 def click(p: Any, index: Tensor, dense: Tensor, clicked: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from .case import (
     DP,
     LOSS,
     TP,
+    TWO,
     Program,
     exchange,
     expert,
@@ -73,6 +74,18 @@ def _() -> Program:
     specs = {**dict.fromkeys(p, P("tp")), "down": P(None, "tp")}
     step = grad_and_value(lambda p, x: mixer(p, x).square().mean())
     return Program(step, (p, values(BATCH, TIME, 16)), TP, (specs, P()), (specs, P()))
+
+
+# Over tp the output's terms of a rank's sequences, over dp the gradients of its channels' weights.
+@expert(
+    "state space block, channels split, gradient, 2x2",
+    [reduce(BATCH // 2 * TIME * 16, 2), reduce(CHANNELS * (3 + 3 * 16) / 2, 2), reduce(1, 2)],
+)
+def _() -> Program:
+    p = {**diagonal(), **weights(up=(CHANNELS, 16), gate=(CHANNELS, 16), down=(16, CHANNELS))}
+    specs = {**dict.fromkeys(p, P("tp")), "down": P(None, "tp")}
+    step = grad_and_value(lambda p, x: mixer(p, x).square().mean())
+    return Program(step, (p, values(BATCH, TIME, 16)), TWO, (specs, P("dp")), (specs, P()))
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
