@@ -14,9 +14,8 @@ from .case import CASES, Case, Program, Sent
 __all__ = ["CASES", "SUBJECTS", "Case", "Program", "Sent"]
 
 SUBJECTS = (
-    *("recurrent", "adapters", "generative", "updates", "transformers", "losses"),
-    *("representations", "images", "classical", "simulations", "recommenders", "sequences"),
-    *("populations", "derivatives"),
+    *("recurrent", "adapters", "generative", "updates", "transformers", "losses", "images"),
+    *("classical", "simulations", "recommenders", "sequences", "populations", "derivatives"),
 )
 """The files, in the order of the table; importing one adds its cases."""
 
