@@ -95,6 +95,16 @@ def test_ranks_measure_one_machine(ranks: Results) -> None:
 
 
 @on_two
+def test_a_rank_that_measures_alone(ranks: Results) -> None:
+    mesh, itself = every(ranks, "one_rank_measures_alone")[0]
+    assert mesh == (
+        "ExchangeError: rank 1 did not report that it called machines.measure(Mesh(x=2)) within 3 s. All "
+        "ranks of the mesh are measured at once: call machines.measure(mesh) on every one of them."
+    )
+    assert itself.startswith("MeshError: measure() measures one process, and this is one of 2: call")
+
+
+@on_two
 def test_caches_are_written_where_they_are(ranks: Results) -> None:
     assert all(every(ranks, "caches_in_place"))
 
