@@ -11,12 +11,13 @@ from typing import Any
 
 from torchard.functional.core.arguments import checked
 from torchard.functional.execution.binding import bind
+from torchard.functional.execution.sequencing import RankList
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.program import Bound, Program
 from torchard.functional.programs.records import Work
 from torchard.functional.programs.tags import SCHEDULE
 from torchard.functional.programs.unrolled import unrolled
-from torchard.functional.remat.liveness import RankList, lists_of, peak_of
+from torchard.functional.remat.liveness import lists_of, peak_of
 from torchard.functional.reports.draw import draw
 from torchard.functional.reports.memory import Memory, memory_of
 from torchard.functional.reports.residuals import Residuals, residuals_of

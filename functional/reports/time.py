@@ -13,11 +13,11 @@ from torch import fx
 
 from torchard.functional.costs.flops import flops, is_product, op_name
 from torchard.functional.costs.seconds import seconds_of
+from torchard.functional.execution.sequencing import RankList
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import Record, Records
 from torchard.functional.programs.tags import COLLECTIVE, SCOPE, SOURCE, TASK, VAL
-from torchard.functional.remat.liveness import RankList
 from torchard.functional.reports.clock import COMPUTE, Interval, RankTimeline, timelines
 from torchard.functional.reports.work import work_of
 

@@ -340,8 +340,8 @@ def _different(rank: int, mine: PlanCall, other: int, theirs: PlanCall) -> str:
     if mine.failures != theirs.failures:
         counts = f"{mine.failures} failed on rank {rank}, {theirs.failures} on rank {other}"
         return (
-            f"ranks are out of step: of the calls that they had agreed to make, {counts}.\nNothing was sent "
-            f"of this call: {mine.text}. Stop all ranks, and restart them from the last checkpoint."
+            f"ranks are out of step: of the calls that they had agreed to make, {counts}.\nNothing was "
+            f"sent of this call: {mine.text}. Stop all ranks, and restart them from the last checkpoint."
         )
     if mine.thread != theirs.thread:
         remedy = (
@@ -355,7 +355,8 @@ def _different(rank: int, mine: PlanCall, other: int, theirs: PlanCall) -> str:
             "dtypes, specs and static values, and the same checkpoint policies."
         )
     return (
-        f"rank {rank} calls {what[0]}, while rank {other} calls {what[1]}.\nNothing was sent. {remedy}\n"
+        f"rank {rank} calls {what[0]}, while rank {other} calls {what[1]}.\n"
+        f"Nothing was sent. {remedy}\n"
         f"On rank {rank}: {mine.text}.\nOn rank {other}: {theirs.text}."
     )
 

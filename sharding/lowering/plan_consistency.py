@@ -157,8 +157,8 @@ def _exchanged(
         raise
     except ExchangeError as error:
         raise PlanMismatch(
-            f"{error}\nRank {dist.get_rank()} planned {mine['call']} and waited for the others to plan it "
-            "too."
+            f"{error}\n"
+            f"Rank {dist.get_rank()} planned {mine['call']} and waited for the others to plan it too."
         ) from error
 
 
@@ -174,9 +174,10 @@ def _difference(mesh: Mesh, calls: list[str], digests: list[str], lines: list[_P
     alike = ours.title == theirs.title
     found = [line.text if alike else line.title for line in (ours, theirs)]
     return (
-        f"{has} {found[0]}, where {where} {found[1]}.\nThe programs differ, so their collectives would not "
-        "match. Every rank must call the same function with arguments of the same shapes, dtypes, specs "
-        "and static values, and the same checkpoint policies.\n"
+        f"{has} {found[0]}, where {where} {found[1]}.\n"
+        "The programs differ, so their collectives would not match. Every rank must call the same "
+        "function with arguments of the same shapes, dtypes, specs and static values, and the same "
+        "checkpoint policies.\n"
         f"Rank {ranks[0]} planned {calls[0]}, with {ours.text}.\n"
         f"Rank {ranks[other]} planned {calls[other]}, with {theirs.text}."
     )

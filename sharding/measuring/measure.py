@@ -74,8 +74,8 @@ def _meet(mesh: Mesh | None) -> None:
     """Wait until all ranks are about to measure: they meet at each operation, without another message."""
     if mesh is None and _ranks() > 1:
         raise MeshError(
-            f"measure() measures one process, and this is one of {_ranks()}: call measure(mesh) with a mesh "
-            "of them, on every rank."
+            f"measure() measures one process, and this is one of {_ranks()}: call measure(mesh) with a "
+            "mesh of them, on every rank."
         )
     if mesh is not None and mesh.size > 1:
         exchange(mesh, f"that it called machines.measure({mesh})", None, remedy=_ALL_MEASURE)
