@@ -23,6 +23,7 @@ from torch import Tensor
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.functional.tracing.signature import ShapeDtype
 from torchard.functional.updates.arithmetic import adam_corrections, adamw_step, sgd_step
 
 __all__ = ["AdamState", "Optimizer", "Rate", "SgdState", "adamw", "sgd", "warmup_cosine"]
@@ -52,7 +53,8 @@ class Optimizer(NamedTuple):
     """An optimizer: a pair of pure functions on pytrees.
 
     Attributes:
-        init: ``init(params) -> state``.
+        init: ``init(params) -> state``. Of this module's optimizers it also takes `ShapeDtype` leaves,
+            and returns the state as `ShapeDtype` leaves, to ``lower`` a training step without memory.
         update: ``update(grads, state, params) -> (new params, new state)``. The three trees have one
             structure, else ValueError. No argument is changed.
 
@@ -107,9 +109,12 @@ class AdamState(NamedTuple):
     square: Any
 
 
-def _first_step(params: Any) -> Tensor:
-    devices = [p.device for p in tree.leaves(params) if p is not None]
-    return torch.zeros((), dtype=torch.int64, device=devices[0] if devices else None)
+def _first_step(params: Any) -> Any:
+    """The counter of steps, on the parameters' device; of parameters without data, one without data."""
+    leaves = [p for p in tree.leaves(params) if p is not None]
+    if any(isinstance(p, ShapeDtype) for p in leaves):
+        return ShapeDtype((), torch.int64, leaves[0].device)
+    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
 
 
 def _rate_at(lr: Rate, step: Tensor) -> float | Tensor:
@@ -172,7 +177,10 @@ def _map_to_trees(count: int, fn: Callable[..., tuple[Any, ...]], *trees: Any) -
 
 
 def _zeros_like(params: Any) -> Any:
-    return tree.map(lambda p: None if p is None else torch.zeros_like(p), params)
+    """Zeros for each parameter; one without data stands for its own zeros."""
+    return tree.map(
+        lambda p: p if p is None or isinstance(p, ShapeDtype) else torch.zeros_like(p), params
+    )
 
 
 @checked

@@ -140,7 +140,7 @@ def _check(who: str, hints: dict[str, Any], values: Iterable[tuple[str, str, Any
         wrong = _misfit(value, hint, path)
         if wrong is not None:
             error = ValueError if _is_a(value, _without_bounds(hint)) else TypeError
-            raise error(f"{who}: {wrong}, but {name} must be {_wanted(hint)}.")
+            raise error(f"{who}: {wrong}, but {_must(name, path, wrong, hint)}.")
 
 
 # -- does a value fit ---------------------------------------------------------------------------------
@@ -320,6 +320,15 @@ def _wanted(hint: Any) -> str:
     name = _a(getattr(hint, "__name__", str(hint)))
     example = _EXAMPLES.get(hint)
     return f"{name}, as in {example}" if example else name
+
+
+def _must(name: str, path: str, wrong: str, hint: Any) -> str:
+    """What an argument must be; of a dict with a wrong value, what its values must be."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    is_dict = isinstance(origin, type) and issubclass(origin, collections.abc.Mapping)
+    if is_dict and wrong.startswith(f"{path}["):
+        return f"each value of {name} must be {_wanted(inner[1])}"
+    return f"{name} must be {_wanted(hint)}"
 
 
 def _wanted_inside(origin: Any, inner: tuple[Any, ...]) -> str:

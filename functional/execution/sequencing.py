@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -11,13 +13,36 @@ from torchard.functional.execution.instructions import Inputs, Instruction, Retu
 from torchard.functional.execution.loop_code import Lives, dropped, loop_instructions, operation
 from torchard.functional.execution.reads import HalfOf
 from torchard.functional.execution.reinplacing import Reinplaced, reinplaced
+from torchard.functional.execution.storages import Liveness, Results, alive
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.running_sums import in_place
 from torchard.functional.programs.tags import LOOP
 from torchard.functional.updates.in_place import in_copies
 
-__all__ = ["instructions_of", "what_runs"]
+__all__ = ["RankList", "instructions_of", "what_runs"]
+
+
+class RankList(NamedTuple):
+    """What one rank runs, as it is read by models of it.
+
+    Attributes:
+        runs: the instructions, and which of them write in place.
+        results: what operations compute.
+        values: the value of each node on the rank, in one iteration; None if its own tag is right.
+        home: the rank's coordinates along the axes of pipelines.
+    """
+
+    runs: Reinplaced
+    inputs: Sequence[fx.Node]
+    donated: Sequence[int]
+    results: Results
+    values: Mapping[fx.Node, Any] | None = None
+    home: Mapping[str, int] = MappingProxyType({})
+
+    @property
+    def alive(self) -> Liveness:
+        return alive(self.runs.instructions, self.inputs, self.donated, self.results)
 
 
 def what_runs(

@@ -10,9 +10,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from torchard.functional.core.arguments import AtLeast, check_fields
+import torch
+
+from torchard.functional.core.arguments import AtLeast, check_fields, nearest
 
 __all__ = ["Link", "Machine"]
+
+# What may follow the name of an axis in `Machine.links`.
+_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "ppermute", "psum_scatter", "send")
+_DTYPES = sorted({str(x)[6:] for x in vars(torch).values() if isinstance(x, torch.dtype)})
 
 
 def _check_rates(who: str, **rates: float) -> None:
@@ -25,6 +31,10 @@ def _check_seconds(who: str, **times: float) -> None:
     for name, seconds in times.items():
         if math.isinf(seconds):
             raise ValueError(f"{who}: {name} is {seconds}; it is a finite number of seconds.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 @dataclass(frozen=True)
@@ -60,8 +70,9 @@ class Machine:
     """The rates of a machine, by which ``.lower(...).time(machine)`` predicts seconds.
 
     Raises:
-        ValueError: there is no rate for float32, a rate is 0, a time is infinite, or ``overlaps`` or
-            ``hides`` is not a share.
+        ValueError: there is no rate for float32, or one for what is no dtype; a rate is 0; a time, an
+            efficiency or ``alone`` is infinite; ``overlaps`` or ``hides`` is not a share; a key of
+            ``links`` names no axis, or no collective.
 
     Attributes:
         name: the name of the machine.
@@ -109,6 +120,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._check_names()
         if "float32" not in self.flops:
             raise ValueError(
                 f'Machine {self.name!r} has rates for {", ".join(self.flops) or "no dtype"}; flops needs '
@@ -116,11 +128,35 @@ class Machine:
             )
         _check_rates(f"Machine {self.name!r}", bandwidth=self.bandwidth, **self.flops)
         _check_seconds(f"Machine {self.name!r}", launch=self.launch, view=self.view, call=self.call)
-        if wrong := {name: share for name, share in self.efficiency.items() if not share > 0}:
-            raise ValueError(f"Machine {self.name!r}: efficiency is {wrong}; shares are more than 0.")
+        for name, share in self.efficiency.items():
+            if not 0 < share < math.inf:
+                raise ValueError(
+                    f"Machine {self.name!r}: efficiency[{name!r}] is {share}; a share is a finite number "
+                    "more than 0."
+                )
+        if math.isinf(self.alone):
+            raise ValueError(
+                f"Machine {self.name!r}: alone is {self.alone}; it is a finite number, at least 1."
+            )
         for name in ("overlaps", "hides"):
             if getattr(self, name) > 1:
                 raise ValueError(f"Machine: {name} is {getattr(self, name)}; it is a share, from 0 to 1.")
+
+    def _check_names(self) -> None:
+        """Check the keys of rates: dtypes, and mesh axes with or without a collective."""
+        for dtype in self.flops:
+            if dtype not in _DTYPES:
+                raise ValueError(
+                    f"Machine {self.name!r}: flops has a rate for {dtype!r}, which is not the name of a "
+                    f"dtype of torch; the nearest are {_listed(nearest(dtype, _DTYPES, 2))}."
+                )
+        for key in self.links:
+            axis, slash, kind = key.partition("/")
+            if not axis.isidentifier() or (slash and kind not in _COLLECTIVES):
+                raise ValueError(
+                    f"Machine {self.name!r}: links has a link for {key!r}; write a mesh axis, as in "
+                    f"'dp', or a mesh axis and one of {_listed(_COLLECTIVES)}, as in 'dp/all_reduce'."
+                )
 
     def sending(self, link: Link, size: float) -> float:
         """The seconds for which a rank that sends a number of bytes by a link computes nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from torchard.functional.core.arguments import checked
 from torchard.functional.machines.machine import Link, Machine
 
 __all__ = ["PLANNING", "cpu", "default", "h100", "h200", "v100"]
@@ -77,6 +78,7 @@ def default(device_type: str) -> Machine:
     return _CORE if device_type == "cpu" else _H100
 
 
+@checked
 def v100(between: Collection[str] = ()) -> Machine:
     """A host of eight V100s, joined by NVLink.
 
@@ -93,6 +95,7 @@ def v100(between: Collection[str] = ()) -> Machine:
     return _between(_V100, between, _EDR)
 
 
+@checked
 def h100(between: Collection[str] = ()) -> Machine:
     """A host of eight H100s, joined by NVLink.
 
@@ -109,6 +112,7 @@ def h100(between: Collection[str] = ()) -> Machine:
     return _between(_H100, between, _NDR)
 
 
+@checked
 def cpu(between: Collection[str] = ()) -> Machine:
     """A core of a server, whose ranks send to each other by gloo.
 
@@ -125,6 +129,7 @@ def cpu(between: Collection[str] = ()) -> Machine:
     return _between(_CORE, between, _ETHERNET)
 
 
+@checked
 def h200(between: Collection[str] = ()) -> Machine:
     """A host of eight H200s, joined by NVLink.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,8 @@ from torch import fx
 from torchard.functional.execution.donated import donated_inputs
 from torchard.functional.execution.observed import observed, results_of
 from torchard.functional.execution.reinplacing import Reinplaced, reinplaced
-from torchard.functional.execution.sequencing import instructions_of, what_runs
-from torchard.functional.execution.storages import Fresh, Liveness, Results, alive
+from torchard.functional.execution.sequencing import RankList, instructions_of, what_runs
+from torchard.functional.execution.storages import Fresh, Liveness, Results
 from torchard.functional.programs.graphs import bytes_of
 from torchard.functional.programs.loops import loops_together, regrouped
 from torchard.functional.programs.program import Program, RankGraph
@@ -35,7 +34,6 @@ from torchard.functional.updates.in_place import in_copies, written_operands
 from torchard.functional.updates.merging import with_updates
 
 __all__ = [
-    "RankList",
     "Storage",
     "as_run",
     "bytes_in",
@@ -71,28 +69,6 @@ def order_of(program: Program) -> list[fx.Node]:
 def peak_of(program: Program) -> int:
     """The most bytes that are alive at once; of a pipeline, on the rank that holds most."""
     return max(live.peak for live in liveness_of_ranks(program))
-
-
-class RankList(NamedTuple):
-    """What one rank runs, as it is read by models of it.
-
-    Attributes:
-        runs: the instructions, and which of them write in place.
-        results: what operations compute.
-        values: the value of each node on the rank, in one iteration; None if its own tag is right.
-        home: the rank's coordinates along the axes of pipelines.
-    """
-
-    runs: Reinplaced
-    inputs: Sequence[fx.Node]
-    donated: Sequence[int]
-    results: Results
-    values: Mapping[fx.Node, Any] | None = None
-    home: Mapping[str, int] = MappingProxyType({})
-
-    @property
-    def alive(self) -> Liveness:
-        return alive(self.runs.instructions, self.inputs, self.donated, self.results)
 
 
 def lists_of(program: Program) -> list[RankList]:

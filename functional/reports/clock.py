@@ -20,11 +20,11 @@ from torch import fx
 
 from torchard.functional.core.errors import PipelineError
 from torchard.functional.execution.instructions import Instruction, Write
+from torchard.functional.execution.sequencing import RankList
 from torchard.functional.execution.storages import StorageRun
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tags import COLLECTIVE, ENDS, STAGE, TASK
-from torchard.functional.remat.liveness import RankList
 
 __all__ = ["COMPUTE", "Interval", "RankTimeline", "timelines"]
 

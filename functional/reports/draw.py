@@ -180,7 +180,7 @@ def _total(program: Program) -> str:
     sent = sum(record.bytes for record in program.collectives)
     count = len(program.collectives)
     nodes = sum(not is_marker(node) for node in program.calls)
-    return f"{nodes} nodes, {count} collectives, {_bytes(sent)} per rank"
+    return f"{nodes} nodes, {count} collective{'s' * (count != 1)}, {_bytes(sent)} per rank"
 
 
 Place = tuple[float, float, float]  # left, bottom, height

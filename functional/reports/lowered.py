@@ -11,17 +11,18 @@ from typing import Any
 
 from torchard.functional.core.arguments import checked
 from torchard.functional.execution.binding import bind
+from torchard.functional.execution.sequencing import RankList
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.program import Bound, Program
 from torchard.functional.programs.records import Work
 from torchard.functional.programs.tags import SCHEDULE
 from torchard.functional.programs.unrolled import unrolled
-from torchard.functional.remat.liveness import RankList, lists_of, peak_of
+from torchard.functional.remat.liveness import lists_of, peak_of
 from torchard.functional.reports.draw import draw
 from torchard.functional.reports.memory import Memory, memory_of
 from torchard.functional.reports.residuals import Residuals, residuals_of
 from torchard.functional.reports.text import program_text
-from torchard.functional.reports.time import Time, time_of
+from torchard.functional.reports.time import Time, check_links, time_of
 from torchard.functional.reports.work import work_of
 
 __all__ = ["Lowered"]
@@ -88,7 +89,11 @@ class Lowered(Program):
 
         On a mesh, of one rank: computation is one stream, and each axis of the mesh one of collectives,
         issued and awaited where the plan does. Of a pipeline, one rank of each stage, and what they send.
+
+        Raises:
+            ValueError: the machine's links are all of axes that the program's mesh does not have.
         """
+        check_links(self, machine)
         return time_of(self._lists, machine)
 
     @cached_property

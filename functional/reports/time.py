@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +13,15 @@ from torch import fx
 
 from torchard.functional.costs.flops import flops, is_product, op_name
 from torchard.functional.costs.seconds import seconds_of
+from torchard.functional.execution.sequencing import RankList
 from torchard.functional.machines.machine import Machine
+from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import Record, Records
 from torchard.functional.programs.tags import COLLECTIVE, SCOPE, SOURCE, TASK, VAL
-from torchard.functional.remat.liveness import RankList
 from torchard.functional.reports.clock import COMPUTE, Interval, RankTimeline, timelines
+from torchard.functional.reports.work import work_of
 
-__all__ = ["Exposed", "Time", "time_of"]
+__all__ = ["Exposed", "Time", "check_links", "time_of"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,33 @@ class Time:
             head += f", waits {_text(sum(each.seconds for each in self.exposed))}"
         head += f"; {self.share:.1%} of its FLOPs"
         return f"{head}\n\n{self.exposed}" if self.exposed else head
+
+
+def check_links(program: Program, machine: Machine) -> None:
+    """Check that a machine whose links are of axes has one for an axis of the program, if it sends.
+
+    On a machine with a ``link`` of all other axes, there is one for any axis.
+
+    Raises:
+        ValueError: it has none; names the axes of both.
+    """
+    named = {key.partition("/")[0] for key in machine.links}
+    if not named or machine.link.seconds(1) > 0:
+        return
+    sent = {axis for record in program.collectives for axis in record.over(machine)[0]}
+    if sent <= named:
+        return
+    axes = {each.axis for each in work_of(program).axes}
+    if axes.isdisjoint(named):
+        raise ValueError(
+            f"time: machine {machine.name!r} has links for {_names(named)}, and the program sends along "
+            f"{_names(sent)}, on a mesh with the axes {_names(axes)}: sending would take no time. Name "
+            "the links as the mesh names its axes, or give Machine(link=...) for all other axes."
+        )
+
+
+def _names(axes: Collection[str]) -> str:
+    return ", ".join(map(repr, sorted(axes)))
 
 
 def time_of(lists: Sequence[RankList], machine: Machine) -> Time:

@@ -63,12 +63,15 @@ class PlanMismatch(RuntimeError):
     >>> ta.shard(norm, mesh)(x)
     Traceback (most recent call last):
         ...
-    torchard.PlanMismatch: rank 0 planned norm(args[0]: float32[8] as P('dp')), rank 1 planned
-        norm(args[0]: float32[8] as P('dp')): the programs differ, so their collectives would not match.
-        At the first difference rank 0 has sum_default = sum.default(mul_tensor,): float32[] as
-        P()+sum(dp), rank 1 has max_default = max.default(mul_tensor,): float32[] as P()+max(dp). Every
-        rank must call the same function with arguments of the same shapes, dtypes, specs and static
-        values, and the same checkpoint policies.
+    torchard.PlanMismatch: rank 0 has sum.default: float32[] as P()+sum(dp), where rank 1 has
+        max.default: float32[] as P()+max(dp).
+        The programs differ, so their collectives would not match. Every rank must call the same function
+        with arguments of the same shapes, dtypes, specs and static values, and the same checkpoint
+        policies.
+        Rank 0 planned norm(args[0]: float32[8] as P('dp')), with sum_default =
+        sum.default(mul_tensor,): float32[] as P()+sum(dp).
+        Rank 1 planned norm(args[0]: float32[8] as P('dp')), with max_default =
+        max.default(mul_tensor,): float32[] as P()+max(dp).
     """
 
 
@@ -100,8 +103,17 @@ class PlanCall(NamedTuple):
         number, failures, thread, text = text.split("\n", 3)
         return PlanCall(int(number), int(failures), thread, text)
 
+    @property
+    def title(self) -> str:
+        """The function and the plan, for the first line of a message: ``step (plan 3)``."""
+        return f"{self.text.partition('(')[0]} ({self._plan})"
+
+    @property
+    def _plan(self) -> str:
+        return f"plan {self.number}" if self.number else "a new plan"
+
     def __str__(self) -> str:
-        return f"{self.text} ({f'plan {self.number}' if self.number else 'a new plan'})"
+        return f"{self.text} ({self._plan})"
 
 
 class Circle:
@@ -328,23 +340,25 @@ def _different(rank: int, mine: PlanCall, other: int, theirs: PlanCall) -> str:
     if mine.failures != theirs.failures:
         counts = f"{mine.failures} failed on rank {rank}, {theirs.failures} on rank {other}"
         return (
-            f"ranks are out of step before {mine.text}: of the calls that they had agreed to make, "
-            f"{counts}. Nothing of this call was sent. Stop all ranks, and restart them from the last "
-            "checkpoint."
+            f"ranks are out of step: of the calls that they had agreed to make, {counts}.\nNothing was "
+            f"sent of this call: {mine.text}. Stop all ranks, and restart them from the last checkpoint."
         )
     if mine.thread != theirs.thread:
         remedy = (
             "Threads may run in a different order on each rank: make all calls of plans from one thread."
         )
-        calls = [f"{call} in thread {call.thread}" for call in (mine, theirs)]
+        what = [f"{call.title} in thread {call.thread}" for call in (mine, theirs)]
     else:
-        calls = [str(mine), str(theirs)]
+        what = [mine.title, theirs.title]
         remedy = (
             "Every rank must make the same calls in the same order, with arguments of the same shapes, "
             "dtypes, specs and static values, and the same checkpoint policies."
         )
-    difference = f"rank {rank} calls {calls[0]}, while rank {other} calls {calls[1]}"
-    return f"{difference}. Nothing was sent. {remedy}"
+    return (
+        f"rank {rank} calls {what[0]}, while rank {other} calls {what[1]}.\n"
+        f"Nothing was sent. {remedy}\n"
+        f"On rank {rank}: {mine.text}.\nOn rank {other}: {theirs.text}."
+    )
 
 
 class _OneAtATime:

@@ -283,10 +283,10 @@ class Lowering:
         moves = [
             (STEP.of(m), self.env[m.all_input_nodes[0]], VAL.of(m)) for m in members
         ]
-        self._tag(members[0])
-        # The plan records a bucket on its first member only, which a split may have put in another graph.
-        listed = (COLLECTIVE.of(m) for m in members if COLLECTIVE.on(m))
-        self.record = next(listed, None) or record_of(*moves[0][::2], members[0], self.mesh.sizes)
+        # The plan records a bucket on one member only, which a split may have put in another graph.
+        named = next((m for m in members if COLLECTIVE.on(m)), members[0])
+        self._tag(named)
+        self.record = self.record or record_of(*moves[0][::2], named, self.mesh.sizes)
         self.env.update(zip(members, self.transport.bucket(self, moves), strict=True))
 
     def _in_order(self) -> Iterator[fx.Node]:

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,9 +75,9 @@ def agreed(
         ReplicaMismatch: ranks passed different values.
     """
     global _last_number
-    lines = plan_lines(program)
+    lines = _plan_lines(program)
     mine: dict[str, Any] = {
-        "plan": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+        "plan": hashlib.sha256("\n".join(line.text for line in lines).encode()).hexdigest(),
         "call": f"{program.name}({signature_of(program)})",
         "number": _last_number + 1,
         "sums": _common_values(program, parts) if check_replicated else {},
@@ -112,12 +112,15 @@ def agree_on_groups(order: CallOrder, groups: list[str]) -> None:
     """
     try:
         mine = {"call": order.text, "groups": groups}
-        if any(theirs["groups"] != groups for theirs in _exchanged(order, mine, _GROUPS)):
+        needed = [theirs["groups"] for theirs in _exchanged(order, mine, _GROUPS)]
+        other = next((theirs for theirs in needed if theirs != groups), None)
+        if other is not None:
+            ranks = order.mesh.ranks
             raise PlanMismatch(
-                f"rank {dist.get_rank()} planned {order.text}, which needs the groups of ranks "
-                f"{', '.join(groups)}; the plan of another rank needs different groups. Every "
-                "rank must call the same function with arguments of the same shapes, dtypes, "
-                "specs and static values."
+                f"{_having(ranks, needed, groups)} a plan with the groups of ranks "
+                f"{', '.join(groups)}, where {_having(ranks, needed, other)} one with {', '.join(other)}."
+                "\nEvery rank must call the same function with arguments of the same shapes, dtypes, "
+                f"specs and static values.\nRank {dist.get_rank()} planned {order.text}."
             )
     except Exception as error:
         know(error)
@@ -154,26 +157,36 @@ def _exchanged(
         raise
     except ExchangeError as error:
         raise PlanMismatch(
-            f"rank {dist.get_rank()} planned {mine['call']} and waited for the others to plan it too: "
-            f"{error}"
+            f"{error}\n"
+            f"Rank {dist.get_rank()} planned {mine['call']} and waited for the others to plan it too."
         ) from error
 
 
-def _difference(mesh: Mesh, calls: list[str], digests: list[str], lines: list[str]) -> str:
+def _difference(mesh: Mesh, calls: list[str], digests: list[str], lines: list[_PlanLine]) -> str:
     """A message with the first difference between the plans of two ranks, which send theirs to all."""
-    assert mesh.device_mesh is not None
     other = next(i for i, digest in enumerate(digests) if digest != digests[0])
-    ranks: list[int] = mesh.device_mesh.mesh.flatten().tolist()
+    ranks = mesh.ranks
     mine = lines if dist.get_rank() in (ranks[0], ranks[other]) else []
     plans = exchange(mesh, "how its plan differs", mine)
-    pairs = itertools.zip_longest(plans[0], plans[other], fillvalue="nothing more")
-    ours, theirs = next((a, b) for a, b in pairs if a != b)
+    pairs = itertools.zip_longest(plans[0], plans[other], fillvalue=_PlanLine(*["nothing more"] * 2))
+    ours, theirs = next((_PlanLine(*a), _PlanLine(*b)) for a, b in pairs if a != b)
+    has, where = (_having(ranks, digests, digests[i]) for i in (0, other))
+    alike = ours.title == theirs.title
+    found = [line.text if alike else line.title for line in (ours, theirs)]
     return (
-        f"rank {ranks[0]} planned {calls[0]}, rank {ranks[other]} planned {calls[other]}: the programs "
-        f"differ, so their collectives would not match. At the first difference rank {ranks[0]} has "
-        f"{ours}, rank {ranks[other]} has {theirs}. Every rank must call the same function with "
-        "arguments of the same shapes, dtypes, specs and static values, and the same checkpoint policies."
+        f"{has} {found[0]}, where {where} {found[1]}.\n"
+        "The programs differ, so their collectives would not match. Every rank must call the same "
+        "function with arguments of the same shapes, dtypes, specs and static values, and the same "
+        "checkpoint policies.\n"
+        f"Rank {ranks[0]} planned {calls[0]}, with {ours.text}.\n"
+        f"Rank {ranks[other]} planned {calls[other]}, with {theirs.text}."
     )
+
+
+def _having(ranks: Sequence[int], values: Sequence[Any], value: Any) -> str:
+    """``rank 0 has``, or ``ranks 0, 2 have``: those with a value."""
+    found = [str(rank) for rank, its in zip(ranks, values, strict=True) if its == value]
+    return f"rank{'s' * (len(found) > 1)} {', '.join(found)} {'have' if len(found) > 1 else 'has'}"
 
 
 def _compare_sums(
@@ -226,18 +239,29 @@ def _is_whole(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and not internals.is_wrapped(value)
 
 
-def plan_lines(program: Program) -> list[str]:
+class _PlanLine(NamedTuple):
+    """An operation of a plan as text: what it gives, for the first line of a message; and all of it."""
+
+    title: str
+    text: str
+
+
+def _plan_lines(program: Program) -> list[_PlanLine]:
     """Everything that determines a plan's communication, one operation per line."""
+    paths = {n: leaf.path for n, leaf in zip(program.placeholders, program.inputs, strict=True)}
     lines = []
     for node in program.graph.nodes:
         target = getattr(node.target, "__name__", str(node.target))
         shapes = [_kind(v) for v in results(node)]
         step, layout = STEP.get(node), LAYOUT.get(node)
-        kind = "" if step is None else f" by {step.kind} over {step.axes}"
+        how = "" if step is None else f" by {step.kind} over {'·'.join(step.axes)}"
         call = f"{target}{node.args}" if node.op == "call_function" else node.op
-        lines.append(f"{node.name} = {call}: {', '.join(shapes)} as {layout}{kind}")
+        what = target if node.op == "call_function" else paths.get(node, node.op)
+        layouts = ", ".join(map(str, layout if isinstance(layout, tuple) else [layout]))
+        value = f"{', '.join(shapes)} as {layouts}{how}"
+        lines.append(_PlanLine(f"{what}: {value}", f"{node.name} = {call}: {value}"))
     how = "as Python" if program.compiler is None else f"by {type(program.compiler).__name__}"
-    return [*lines, f"run {how}"]  # sends are direct in Python alone
+    return [*lines, _PlanLine(*[f"run {how}"] * 2)]  # sends are direct in Python alone
 
 
 def signature_of(program: Program) -> str:

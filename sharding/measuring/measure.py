@@ -23,10 +23,14 @@ from torchard.sharding.measuring.links import links_of, overlap, seconds_of_call
 from torchard.sharding.measuring.operations import Sample, mean_of_ranks, median_seconds, timed
 from torchard.sharding.measuring.rates import Rates, explained
 from torchard.sharding.values.mesh import Mesh, MeshError
+from torchard.sharding.values.store_allgather import exchange
 
 __all__ = ["measure"]
 
 _ROUNDS = 7
+_ALL_MEASURE = (
+    "All ranks of the mesh are measured at once: call machines.measure(mesh) on every one of them."
+)
 _DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -44,7 +48,9 @@ def measure(mesh: Mesh | None = None) -> Machine:
         The machine; ``save`` writes it to a file.
 
     Raises:
-        MeshError: the mesh is virtual: its ranks are simulated, and have no rates.
+        MeshError: the mesh is virtual: its ranks are simulated, and have no rates; or there is none,
+            and this process is one of several.
+        ExchangeError: a rank of the mesh has not called this within the mesh's timeout; names it.
 
     Source: Hockney, "The communication challenge for MPP", 1994, for collectives; Williams, Waterman and
     Patterson, "Roofline", 2009, for operations.
@@ -58,9 +64,21 @@ def measure(mesh: Mesh | None = None) -> Machine:
             f"measure: {mesh} is virtual: one process simulates all ranks, which have no time of their "
             "own. Measure a mesh of processes, or one process by measure()."
         )
+    _meet(mesh)
     machine = _of_rates(explained(_samples()))
     machine = replace(machine, flops=_of_dtypes(machine), call=_call())
     return machine if mesh is None else _on(mesh, machine)
+
+
+def _meet(mesh: Mesh | None) -> None:
+    """Wait until all ranks are about to measure: they meet at each operation, without another message."""
+    if mesh is None and _ranks() > 1:
+        raise MeshError(
+            f"measure() measures one process, and this is one of {_ranks()}: call measure(mesh) with a "
+            "mesh of them, on every rank."
+        )
+    if mesh is not None and mesh.size > 1:
+        exchange(mesh, f"that it called machines.measure({mesh})", None, remedy=_ALL_MEASURE)
 
 
 def _of_rates(rates: Rates) -> Machine:

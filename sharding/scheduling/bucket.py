@@ -163,7 +163,7 @@ def merge(members: Sequence[fx.Node], anchor: fx.Node) -> None:
 
 
 def _record(members: Sequence[fx.Node]) -> None:
-    """Record the bucket as one collective of the plan, on its first member."""
+    """Record the bucket as one collective of the plan, on the member that it names: a gradient's."""
     records: list[Collective] = list(map(COLLECTIVE.of, members))
     for node in members:
         forget(node, COLLECTIVE)
@@ -176,7 +176,7 @@ def _record(members: Sequence[fx.Node]) -> None:
         scope=_common([r.scope for r in alike]),
         note=f"{len(records)} merged",
     )
-    COLLECTIVE.set(members[0], merged)
+    COLLECTIVE.set(members[records.index(first)], merged)
 
 
 def _common(scopes: Sequence[str]) -> str:

@@ -134,6 +134,11 @@ class Mesh:
         """The number of ranks."""
         return math.prod(self.shape.values())
 
+    @functools.cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The processes' numbers in the process group, in the order of `all_coords`; () if virtual."""
+        return () if self.device_mesh is None else tuple(self.device_mesh.mesh.flatten().tolist())
+
     @property
     def axes(self) -> tuple[str, ...]:
         """The axis names, outermost first."""
@@ -169,10 +174,7 @@ class Mesh:
 
     @functools.cached_property
     def identity(self) -> tuple[Any, ...]:
-        ranks: tuple[int, ...] = ()
-        if self.device_mesh is not None:
-            ranks = tuple(self.device_mesh.mesh.flatten().tolist())
-        return self.sizes, self.virtual, ranks, self.transport
+        return self.sizes, self.virtual, self.ranks, self.transport
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and (self is other or self.identity == other.identity)

@@ -297,11 +297,10 @@ def _misfit(
 
 def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
     """The global shape, from the shards of all ranks; every rank raises the same error if one misfits."""
-    assert mesh.device_mesh is not None
     axes = layout_of(spec, part.shape, mesh)  # only the axes of each dim are used, not sizes
     mine = [str(part.dtype).removeprefix("torch."), *part.shape]
     known = exchange(mesh, f"the shape of its shard with spec {spec}", mine)
-    ranks = mesh.device_mesh.mesh.flatten().tolist()
+    ranks = mesh.ranks
     (dtype, *first), kinds = known[0], [(found[0], len(found) - 1) for found in known]
     for rank, kind in zip(ranks, kinds, strict=True):
         if kind != kinds[0]:

@@ -130,19 +130,13 @@ def exchange(
     board = _Board(turn, seconds, what)
     text = json.dumps([what, thread_name(), mine])
     board.write(own, text)
-    ranks = _ranks(mesh)
+    ranks = mesh.ranks
     board.wait([rank for rank in ranks if rank != own], remedy, meanwhile)
     values = [
         _checked_value(text if rank == own else board.read(rank), rank, what) for rank in ranks
     ]
     board.clean(own)
     return values
-
-
-def _ranks(mesh: Mesh) -> list[int]:
-    assert mesh.device_mesh is not None
-    ranks: list[int] = mesh.device_mesh.mesh.flatten().tolist()
-    return ranks
 
 
 class _Board:
@@ -265,7 +259,7 @@ def next_turn() -> int:
 def missing_in(mesh: Mesh, turn: int) -> list[int]:
     """The ranks that have not come to an exchange, which this one has ended."""
     board = _Board(turn, mesh.timeout, "an error")
-    return [rank for rank in _ranks(mesh) if rank != dist.get_rank() and not board.has(rank)]
+    return [rank for rank in mesh.ranks if rank != dist.get_rank() and not board.has(rank)]
 
 
 def skip_turn() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torchard import ShapeDtype, jit
 from torchard.functional import optim
 from torchard.functional.core import tree
 from torchard.functional.optim import adamw, sgd, warmup_cosine
@@ -137,6 +138,21 @@ def test_absent_parameters_stay_absent(ours):
 def test_a_tree_without_parameters(ours):
     new, state = ours.update({}, ours.init({}), {})
     assert new == {} and state.step.item() == 1
+
+
+@pytest.mark.parametrize("ours", [sgd(0.1), sgd(0.1, momentum=0.9), adamw(0.1)])
+def test_the_state_of_parameters_without_data_has_none(ours):
+    """A training step is lowered from shapes alone, to the program that values give."""
+
+    def step(params, state):
+        return ours.update(params, state, params)
+
+    params = {"w": torch.ones(4, 3), "half": torch.ones(2, dtype=torch.float16), "b": None}
+    shapes = tree.map(lambda p: p if p is None else ShapeDtype(tuple(p.shape), p.dtype), params)
+    state, empty = ours.init(params), ours.init(shapes)
+    assert tree.map(lambda x: x if x is None else ShapeDtype(tuple(x.shape), x.dtype), state) == empty
+    run = jit(step, backend="eager")
+    assert str(run.lower(shapes, empty)) == str(run.lower(params, state))
 
 
 def test_an_update_can_be_differentiated():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch.func import grad
 
 from torchard import Link, Machine, Mesh, P, jit, repeat, shard
-from torchard.machines import h100, h200, v100
+from torchard.machines import cpu, h100, h200, v100
 
 NEVER = float("inf")
 # Computes at once and sends at once; each test slows one of its rates.
@@ -58,6 +60,69 @@ def test_links_carry_something_some_time() -> None:
         replace(IDEAL, launch=NEVER)
 
 
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({"efficiency": {"aten.mm": 0}}, "efficiency['aten.mm'] is 0; a share is a finite number more"),
+        ({"efficiency": {"aten.mm": NEVER}}, "efficiency['aten.mm'] is inf; a share is a finite number"),
+        ({"alone": NEVER}, "alone is inf; it is a finite number, at least 1"),
+        ({"flops": {"float32": 1.0, "flaot32": 1.0}}, "'flaot32', which is not the name of a dtype"),
+        ({"flops": {"flaot32": 1.0}}, "dtype of torch; the nearest are 'float32', "),
+        ({"flops": {"half": 1.0}}, "flops has a rate for 'half'"),  # dtypes are called float16
+        (
+            {"links": {"dp/allreduce": Link(1.0)}},
+            "links has a link for 'dp/allreduce'; write a mesh axis, as in 'dp', or a mesh axis and one "
+            "of 'all_gather', 'all_reduce', 'all_to_all', 'ppermute', 'psum_scatter', 'send', as in",
+        ),
+        ({"links": {"dp/": Link(1.0)}}, "links has a link for 'dp/'; write"),
+        ({"links": {"dp tp": Link(1.0)}}, "links has a link for 'dp tp'; write"),
+    ],
+)
+def test_wrong_rates_are_named(how: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^Machine 'ideal': .*{re.escape(named)}"):
+        replace(IDEAL, **how)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"flops": {"float32": math.nan}}, "flops['float32'] is nan (a float), but each value of flops "),
+        ({"links": {"dp": 3}}, "links['dp'] is 3 (an int), but each value of links must be a Link"),
+        ({"links": [3]}, "links is [3] (a list), but links must be a dict (each value a Link)"),
+    ],
+)
+def test_a_value_in_a_dict_of_rates_is_named(how: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
+        replace(IDEAL, **how)
+
+
+@pytest.mark.parametrize("preset", [v100, h100, h200, cpu])
+def test_axes_between_hosts_are_several(preset: Any) -> None:
+    """A string has letters, which would each be an axis."""
+    said = "between is 'dp' (a str), but between must be a list or tuple (each item a string)"
+    with pytest.raises(TypeError, match=re.escape(f"{preset.__name__}: {said}")):
+        preset(between="dp")
+    assert preset(between={"dp"}) == preset(between=("dp",))
+
+
+def test_links_of_other_axes_than_the_programs() -> None:
+    """Sending would take no time, unless the machine has a link for all other axes."""
+    sums = shard(torch.mm, Mesh({"a": 2, "b": 2}, virtual=True), (P(None, "a"), P("a")), P())
+    machine = replace(IDEAL, name="host", links={"d": Link(1e6), "c/all_reduce": Link(1e6)})
+    said = (
+        "machine 'host' has links for 'c', 'd', and the program sends along 'a', on a mesh with the axes "
+        "'a', 'b': sending would take no time"
+    )
+    with pytest.raises(ValueError, match=re.escape(said)):
+        seconds(sums, machine, X, W)
+    assert seconds(sums, replace(machine, link=Link(1e6)), X, W) == pytest.approx(M * N * 4 / 1e6)
+    assert seconds(sums, replace(machine, link=Link(NEVER, 1.0)), X, W) == pytest.approx(1)
+    assert seconds(sums, replace(machine, links={"b": Link(1e6)}), X, W) == 0  # along a at once
+    assert seconds(sums, h100(between=["c"]), X, W) > 0
+    assert seconds(shard(torch.mm, MESH, (P("a"), P())), machine, X, W) == 0  # which sends nothing
+    assert seconds(jit(torch.mm, backend="eager"), machine, X, W) == 0
+
+
 def test_operations_take_their_bytes_and_a_launch() -> None:
     machine = replace(IDEAL, bandwidth=1e6, launch=1e-3)
     double = jit(lambda x: (x + x).view(-1), backend="eager")  # a view takes no time
@@ -84,8 +149,6 @@ def test_an_operation_reaches_its_share_of_the_rates() -> None:
     machine = replace(machine, bandwidth=1e6)
     double = jit(lambda x: (x + x).sin(), backend="eager")
     assert seconds(double, machine, X) == pytest.approx(2 * M * K * 4 * (1 / 2e6 + 1 / 1e6))
-    with pytest.raises(ValueError, match=r"Machine 'ideal': efficiency is \{'aten.mm': 0\}"):
-        replace(IDEAL, efficiency={"aten.mm": 0})
 
 
 def test_shares_of_products_that_memory_bounds_and_of_strided_operands() -> None:

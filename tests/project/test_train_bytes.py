@@ -130,7 +130,11 @@ def goes_on_to_the_same_bits(out: Path, *options: str) -> None:
             r"all_\w+ over tp, \w+ward",
         ),
         ("raise", r"ValueError \(rank 1, step 4 of 8, _fail.py:\d+\): asked to fail"),
-        ("replan", r"PlanMismatch \(rank [01], .*rank [01] planned step\("),
+        (
+            "replan",
+            r"PlanMismatch \(rank [01], .*: rank 0 has .*, where rank 1 has .*\n.*\n"
+            r"Rank 0 planned step\(",
+        ),
     ],
 )
 def test_one_rank_fails(tmp_path: Path, how: str, message: str) -> None:

@@ -92,6 +92,7 @@ def outcome(call: Plan) -> str:
         return "right" if call() else "wrong"
     except PlanMismatch as error:
         assert "Nothing was sent" in str(error), error
+        assert "(args[" not in str(error).splitlines()[0], error  # what differs comes first
         return "PlanMismatch"
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -82,6 +82,7 @@ ON_TWO = {
     *("every_dtype_moves", "every_dtype_adds_up", "checkpointed_steps", "measured_machine"),
     *("bytes_of_a_fully_sharded_step", "a_batch_shorter_than_the_mesh"),
     *("gradient_through_place_and_full", "one_rank_gathers_alone", "one_rank_retraces_alone"),
+    *("one_rank_measures_alone",),
     *("storage_one_rank_does_not_call", "storage_one_rank_dies"),
 }
 # What two ranks do is less than what three do, who send on rings and are not all neighbours, unevenly.

@@ -6,10 +6,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from torchard import Mesh, P, ShapeDtype, machines, shard
 from torchard.sharding.measuring import calibration, links
 from torchard.sharding.measuring.calibration import Size
+from torchard.sharding.values import store_allgather
 
 __all__ = ["CHECKS"]
 
@@ -35,4 +37,19 @@ def measured_machine(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-CHECKS = {"measured_machine": measured_machine}
+def one_rank_measures_alone(rank: int, world: int) -> list[str]:
+    """What rank 0 is told, which alone measures its mesh, and then alone measures itself."""
+    mesh, said = Mesh({"x": world}, timeout=3.0), []
+    dist.barrier()  # however far apart they are, the others have made the mesh
+    for given in (mesh, None) if rank == 0 else ():
+        try:
+            machines.measure(given)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    if rank:
+        next(store_allgather._turns)  # the others catch up with the turn that rank 0 spent
+    dist.barrier()
+    return said
+
+
+CHECKS = {f.__name__: f for f in (measured_machine, one_rank_measures_alone)}

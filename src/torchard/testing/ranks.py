@@ -110,7 +110,7 @@ def localize_ranks(
     }
     first = [node for node in nodes if node in parted and _starts(node, parted)][:_SHOWN]
     found = (_operation(run, node, _spread(run.parts[node], mesh)) for node in first)
-    order = _ranks(mesh)
+    order = mesh.ranks
     named = (tuple(tuple(order[i] for i in group) for group in parted[node]) for node in first)
     return RankDivergence(tuple(found), tuple(named))
 
@@ -136,12 +136,12 @@ def _checksum(parts: Iterable[torch.Tensor]) -> str:
 def _check_programs(rows: Sequence[Sequence[Sequence[str]]], mesh: Mesh) -> None:
     """Refuse ranks that run different programs."""
     names = [[what for what, _, _ in row] for row in rows]
-    for rank, theirs in zip(_ranks(mesh), names, strict=True):
+    for rank, theirs in zip(mesh.ranks, names, strict=True):
         if theirs == names[0]:
             continue
         pairs = zip(names[0], theirs, strict=False)
         mine, other = next((p for p in pairs if p[0] != p[1]), ("an end", "an end"))
-        first = _ranks(mesh)[0]
+        first = mesh.ranks[0]
         raise ValueError(
             f"fn: rank {rank} runs a different program from rank {first}: its first difference is "
             f"{other} instead of {mine}. Does the function read the rank, or do arguments have "
@@ -161,12 +161,6 @@ def _groups(column: Sequence[Sequence[str]]) -> list[list[int]]:
 
 def _starts(node: fx.Node, parted: dict[fx.Node, list[list[int]]]) -> bool:
     return not any(source in parted for source in operands(node))
-
-
-def _ranks(mesh: Mesh) -> list[int]:
-    assert mesh.device_mesh is not None
-    ranks: list[int] = mesh.device_mesh.mesh.flatten().tolist()
-    return ranks
 
 
 def _spread(parts: Sequence[torch.Tensor], mesh: Mesh) -> float:

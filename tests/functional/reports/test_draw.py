@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchard import Mesh, P, ShapeDtype, checkpoint, jit, policies, repeat, scope, shard, trace
-from torchard.functional.reports.draw import layers_of
+from torchard.functional.reports.draw import _total, layers_of
 
 W = [torch.randn(8, 8) for _ in range(2)]
 X = torch.randn(6, 8)
@@ -49,6 +49,8 @@ def test_every_collective_is_counted_with_its_bytes(program: Any) -> None:
     lines = [line for layer in layers_of(program) for line in layer.lines if "×" in line]
     # Two gradients of 8 x 8 floats, merged: a ring of two sends them once.
     assert lines == ["1 × all_reduce(dp)  512 B"]
+    assert _total(program).endswith(" nodes, 1 collective, 512 B per rank")
+    assert ", 0 collectives, " in _total(jit(torch.sin, backend="eager").lower(X))
 
 
 @pytest.mark.parametrize(("n", "shown"), [(100, "20 kB"), (1000, "2 MB"), (40_000, "3.2 GB")])

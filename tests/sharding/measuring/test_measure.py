@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchard import Machine, Mesh, MeshError, jit, machines
+from torchard import Link, Machine, Mesh, MeshError, jit, machines
+from torchard.sharding.layouts.collective_ops import CollectiveOp
 from torchard.sharding.measuring import calibration
 from torchard.sharding.measuring.calibration import Size
 from torchard.sharding.measuring.links import fitted
@@ -61,6 +62,13 @@ def test_links_are_those_by_which_collectives_took_as_long(latency: float, bandw
     link = fitted(sent, [latency + size / bandwidth for size in sent])
     assert link.latency == pytest.approx(latency, abs=1e-9)
     assert link.bandwidth == pytest.approx(bandwidth)
+
+
+def test_a_link_may_be_of_any_collective_that_sends() -> None:
+    kinds = [op.kind for op in CollectiveOp.__subclasses__() if op.sends]
+    links = {f"dp/{kind}": Link(1.0 + n) for n, kind in enumerate(kinds)}
+    machine = Machine("m", {"float32": 1e9}, 1e9, links=links)
+    assert [machine.link_of(["dp"], kind) for kind in kinds] == [*links.values()] and len(kinds) == 6
 
 
 def test_a_virtual_mesh_has_no_rates() -> None:

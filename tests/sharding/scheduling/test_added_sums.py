@@ -105,6 +105,20 @@ def test_sums_that_something_else_reads_are_reduced_apart() -> None:
     compare(run(*args), fn(*args))
 
 
+def test_sums_that_something_else_reads_below_a_view_are_reduced_apart() -> None:
+    """The last one would also sum the terms of the first, wherever it is read."""
+
+    def fn(h: torch.Tensor, v: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[Any, Any]:
+        one, last = h @ w.mT + b, v @ w.mT
+        return one.view(2, -1, WIDTH) + last.view(2, -1, WIDTH), last.tanh()
+
+    args = numbers(BATCH, HIDDEN), numbers(BATCH, HIDDEN), numbers(WIDTH, HIDDEN), numbers(WIDTH)
+    run = shard(fn, MESH, (P(None, "tp"), P(None, "tp"), P(None, "tp"), P()), P())
+    prove(run.lower(*args))
+    assert sum(c.bytes for c in run.lower(*args).collectives) == 2 * 8 * BATCH * WIDTH
+    compare(run(*args), fn(*args))
+
+
 def test_sums_in_other_dtypes_are_reduced_apart() -> None:
     """A sum in float32 is not one in float64."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchard import Link, Machine, Mesh, P, Schedule, ShapeDtype, place, shard
+from torchard import Link, Machine, Mesh, P, Schedule, ShapeDtype, machines, place, shard
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import COLLECTIVE
 from torchard.sharding.scheduling.schedule import count_first
@@ -70,6 +70,8 @@ def test_a_loss_travels_with_the_gradients() -> None:
     step = shard(torch.func.grad_and_value(loss), mesh, in_specs=split, out_specs=P()).lower([w, w], x)
     (sent,) = step.collectives
     assert (sent.shape, sent.phase, sent.note) == ((2 * 16 + 1,), "backward", "3 merged")
+    (waited,) = step.time(machines.cpu()).exposed
+    assert waited.source == sent.source, "both name the line of the gradients"
     joint = shard(loss, mesh, in_specs=split).lower_joint([w, w], x, argnums=0)
     assert [(c.shape, c.phase) for c in joint.collectives] == [((), "forward"), ((32,), "backward")]
 

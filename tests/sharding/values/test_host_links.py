@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,23 @@ def test_messages_keep_their_order_and_bounds(ends: tuple[HostLink, HostLink]) -
 def test_a_silent_process_is_waited_for_no_longer_than_told(ends: tuple[HostLink, HostLink]) -> None:
     with pytest.raises(RuntimeError, match=r"Timed out waiting 0\.05 s"):
         ends[1].receive(8, 0.05)
+
+
+def test_a_sender_waits_for_a_slow_process_as_long_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A link is made within a time limit, which is not one of its messages."""
+    monkeypatch.setattr(host_links, "_AT_ONCE", 0.05)
+    listener = Listener()
+    out = linked(listener.address, listener.address)
+    assert out is not None
+    arriving, sent = listener.accept(), [bytes([i]) * 1000 for i in range(250)] * 4
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(lambda: [out.send(message) for message in sent])
+        with pytest.raises(TimeoutError):  # more than the kernel keeps
+            sending.result(timeout=0.5)
+        assert [arriving.receive(1000, 5) for _ in sent] == sent
+        sending.result()
 
 
 def test_a_process_that_ends_is_noticed_at_once() -> None:
