@@ -60,12 +60,13 @@ _CORE = Machine(
     source="AMD EPYC 9654 data sheet, 2022; gloo between processes of a host",
 )
 
-# A plan is to send what an expert's would: little. So its network is slow, and has no latency.
+# A plan is to send what an expert's would: little, however small the program is. So the network is slow,
+# and its latency is that of 4 kB.
 PLANNING = Machine(
     "a slow network",
     flops={"float32": 64e9},
     bandwidth=384e9,
-    link=Link(1e9),
+    link=Link(1e9, 4e-6),
     source="a byte that is sent costs as much as 64 FLOPs, or 384 bytes of memory",
 )
 

@@ -23,6 +23,7 @@ from torchard.sharding.layouts.options import atomic, factor_axes
 from torchard.sharding.layouts.tags import CALL, RULE
 from torchard.sharding.planning.decision import BATCH, PARAMETER, Given, LayoutDecision, work_of
 from torchard.sharding.planning.manual_options import local_operations
+from torchard.sharding.planning.minimum.dominance import figures
 from torchard.sharding.planning.minimum.minimum import improved
 from torchard.sharding.planning.propagate import SWEEPS, propagate, take_apart
 from torchard.sharding.rules import Call, rule_of
@@ -42,10 +43,10 @@ class IdleAxisWarning(UserWarning):
     >>> mesh = ta.Mesh({"tp": 4}, virtual=True)
     >>> def f(x, w):
     ...     return ta.constrain(ta.constrain(x, ta.P()) @ w, ta.P())
-    >>> large = ta.ShapeDtype((256, 256))
+    >>> tall, wide = ta.ShapeDtype((2048, 8)), ta.ShapeDtype((8, 2048))
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
-    ...     _ = ta.shard(f, mesh, in_specs=(ta.P("tp"), ta.P())).lower(large, large)
+    ...     _ = ta.shard(f, mesh, in_specs=(ta.P("tp"), ta.P())).lower(tall, wide)
     >>> caught[0].category is ta.IdleAxisWarning
     True
     >>> print(caught[0].message)
@@ -84,14 +85,18 @@ def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
 
 
 def _improved(plan: Plan, mesh: Mesh) -> Plan:
+    """The plan, or one that is better in bytes, collectives or work, and worse in none of them."""
     if plan.given.local:
         return plan
-    import os
-    from torchard import Link
-    m = plan.given.machine
-    m = replace(m, flops={"float32": float(os.environ.get("F", "64e9"))}, bandwidth=float(os.environ.get("B","384e9")), link=Link(1e9, float(os.environ.get("LAT","0"))))
-    decision, _ = improved(plan.graph, replace(plan.given, machine=m), mesh.sizes, plan.decision)
-    return replace(plan, decision=decision)
+    gathered = _fully_sharded(plan.given)
+    axes = [a for a, n in mesh.sizes if n > 1 and a not in gathered]
+    decision = improved(plan.graph, plan.given, mesh.sizes, plan.decision, axes)
+    if decision is plan.decision:
+        return plan
+    new = replace(plan, decision=decision)
+    known, found = (figures(p.graph, p.given, p.decision, mesh.sizes) for p in (plan, new))
+    better = found.dominates(known) and _lost(new, mesh) <= _lost(plan, mesh)
+    return new if better else plan
 
 
 def _by_owner(
@@ -148,10 +153,25 @@ def _chosen(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     return min(plan, _restored(graph, replace(given, contested=contested), mesh), key=_total)
 
 
+def _fully_sharded(given: Given) -> frozenset[str]:
+    """Axes that split both parameters and the rows of a batch: parameters are gathered along them."""
+    placed = _placed(given)
+    of_parameters = {a for layout, rank in placed if rank == PARAMETER for a in layout.split_axes}
+    rows = {
+        a for layout, rank in placed if rank == BATCH for a in layout.split_axes if layout.dim_of(a) == 0
+    }
+    return frozenset(of_parameters & rows)
+
+
+def _placed(given: Given) -> list[tuple[Layout, int]]:
+    """The layouts of inputs and of their constraints, with their ranks."""
+    placed = [known for known in given.inputs.values() if not isinstance(known, int)]
+    return placed + [(given.constraints[node], rank) for node, rank in given.ranks.items()]
+
+
 def _contested(given: Given) -> frozenset[str]:
     """Axes that split both parameters and an inner dim of another input."""
-    placed = [known for known in given.inputs.values() if not isinstance(known, int)]
-    placed += [(given.constraints[node], rank) for node, rank in given.ranks.items()]
+    placed = _placed(given)
     of_parameters = {a for layout, rank in placed if rank == PARAMETER for a in layout.split_axes}
     inner = {
         axis

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import operator
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from torchard.functional.programs.graphs import output_values
-from torchard.functional.programs.markers import again, enter, leave
+from torchard.functional.programs.markers import again, enter, leave, row
 from torchard.functional.programs.tags import VAL
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.factors import Rule
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, atomic, build, factor_axes
-from torchard.sharding.planning.decision import Given, LayoutDecision
+from torchard.sharding.planning.aliases import is_alias
+from torchard.sharding.planning.decision import PARAMETER, Given, LayoutDecision
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
 
@@ -29,65 +33,66 @@ class Choices:
     """The options of each operation and the layouts of each value, along one axis.
 
     Attributes:
-        options: by operation.
+        options: by operation; the first is that of the decision.
         layouts: by value: all in which an operation computes it, and all in which one reads it.
+        staying: parameters, and views of them, that the decision does not move: products are split as
+            their parameters are.
     """
 
     def __init__(
         self, graph: fx.Graph, given: Given, sizes: Sizes, axis: str, now: LayoutDecision
     ) -> None:
-        self.graph, self.given, self.sizes, self.axis, self.now = graph, given, sizes, axis, now
+        self.sizes, self.axis, self.now = sizes, axis, now
         self.options: dict[fx.Node, tuple[Option, ...]] = {}
         self.layouts: dict[fx.Node, dict[Layout, None]] = defaultdict(dict)
+        self._in_parts: dict[fx.Node, list[Layout]] = defaultdict(list)
+        self.staying = _staying(graph, given, now)
+        self._waiting = dict.fromkeys(now.option)
         for node, home in now.home.items():
-            self.layouts[node][home] = None
+            self._add(node, home)
         for value, layout in zip(output_values(graph), now.outputs, strict=True):
-            self.layouts[value][layout] = None
-        self._enumerate()
+            self._add(value, layout)
+        while self._waiting:  # rules are cut where the layouts of values are, until none is new
+            node = next(iter(self._waiting))
+            del self._waiting[node]
+            self._visit(node)
 
-    def _enumerate(self) -> None:
-        """Rules are cut where the layouts of values are: until no layout is new."""
-        seen: dict[fx.Node, object] = {}
-        changed = True
-        while changed:
-            changed = False
-            for node, option in self.now.option.items():
-                call = Call.of(node)
-                cuts = self._cuts(node, call)
-                if seen.get(node) == cuts:
-                    continue
-                seen[node], changed = cuts, True
-                if node.target in _CARRIES:
-                    self.options[node] = self._carried(node, call)
-                else:
-                    self.options[node] = _options(
-                        rule_of(call), option, cuts, self.axis, self.sizes
-                    )
-                self._note(node, call)
-
-    def _note(self, node: fx.Node, call: Call) -> None:
+    def _visit(self, node: fx.Node) -> None:
+        call = Call.of(node)
+        if node.target in _CARRIES:
+            found = self._carried(node, call)
+        else:
+            found = _options(
+                rule_of(call), self.now.option[node], self._cuts(node, call), self.axis, self.sizes
+            )
+        if self.options.get(node) == found:
+            return
+        self.options[node] = found
         values = values_of(node)
-        for option in self.options[node]:
+        for option in found:
             for operand, layout in zip(call.operands, option.ins, strict=True):
-                self.layouts[operand][layout] = None
+                self._add(operand, layout)
             for i, value in values.items():
-                self.layouts[value][option.outs[i]] = None
+                self._add(value, option.outs[i])
+
+    def _add(self, value: fx.Node, layout: Layout) -> None:
+        """Add a layout of a value; operations that it may cut are visited again."""
+        known = self.layouts[value]
+        if layout in known:
+            return
+        known[layout] = None
+        near = [value if value.target is not operator.getitem else value.all_input_nodes[0], *value.users]
+        if any(len(dim) > 1 for dim in layout.dims):
+            self._in_parts[value].append(layout)
+        else:
+            near = [n for n in near if n.target in _CARRIES]
+        self._waiting.update((n, None) for n in near if n in self.now.option)
 
     def _cuts(self, node: fx.Node, call: Call) -> tuple[tuple[int, Layout], ...]:
         """Layouts of operands (by position) and of the first result (-1) with dims of several parts."""
-        if node.target in _CARRIES:
-            known = [(k, x) for k, v in enumerate((*call.operands, node)) for x in self.layouts[v]]
-            return tuple(known)
-        found = [
-            (k, layout)
-            for k, operand in enumerate(call.operands)
-            for layout in self.layouts[operand]
-            if _in_parts(layout)
-        ]
+        found = [(k, x) for k, operand in enumerate(call.operands) for x in self._in_parts[operand]]
         first = values_of(node).get(0)
-        if first is not None:
-            found += [(-1, layout) for layout in self.layouts[first] if _in_parts(layout)]
-        return tuple(found)
+        return (*found, *((-1, x) for x in self._in_parts[first])) if first is not None else tuple(found)
 
     def _carried(self, node: fx.Node, call: Call) -> tuple[Option, ...]:
         """A carry enters, is handed on, and leaves in one layout."""
@@ -106,6 +111,26 @@ class Choices:
         return tuple(made.values())
 
 
+def _staying(graph: fx.Graph, given: Given, now: LayoutDecision) -> set[fx.Node]:
+    ranked = {n: known[1] for n, known in given.inputs.items() if not isinstance(known, int)}
+    views = {n for n, rank in ranked.items() if rank == PARAMETER}
+    for node in graph.nodes:
+        views |= {node} if _is_view(node) and node.all_input_nodes[0] in views else set()
+    return {v for v in views if v in now.home and all(_reads_home(u, v, now) for u in v.users)}
+
+
+def _is_view(node: fx.Node) -> bool:
+    return is_alias(node) or node.target in (row, aten._to_copy.default)
+
+
+def _reads_home(user: fx.Node, value: fx.Node, now: LayoutDecision) -> bool:
+    option = now.option.get(user)
+    if option is None:
+        return True
+    operands = zip(Call.of(user).operands, option.ins, strict=True)
+    return all(layout == now.home[value] for operand, layout in operands if operand is value)
+
+
 def values_of(node: fx.Node) -> dict[int, fx.Node]:
     """The values that an operation computes, by the index of the result."""
     if isinstance(VAL.of(node), (tuple, list)):
@@ -113,10 +138,6 @@ def values_of(node: fx.Node) -> dict[int, fx.Node]:
             result_index(user): user for user in node.users if hasattr(VAL.get(user), "shape")
         }
     return {0: node}
-
-
-def _in_parts(layout: Layout) -> bool:
-    return any(len(dim) > 1 for dim in layout.dims)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -133,7 +154,16 @@ def _options(
     for cut in rules:
         for other in _along(cut, option, axis, sizes):
             found.setdefault((other.ins, other.outs), other)
-    return tuple(found.values())
+    return tuple(map(_shared, found.values()))
+
+
+def _shared(option: Option) -> Option:
+    """The option with layouts that are one object if they are equal: they are compared often."""
+    ins, outs = (tuple(_LAYOUTS.setdefault(x, x) for x in each) for each in (option.ins, option.outs))
+    return replace(option, ins=ins, outs=outs)
+
+
+_LAYOUTS: dict[Layout, Layout] = {}
 
 
 def _along(rule: Rule, option: Option, axis: str, sizes: Sizes) -> Iterator[Option]:

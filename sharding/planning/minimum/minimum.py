@@ -11,13 +11,16 @@ improves the plan.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 from torch import fx
 
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.loops import times
-from torchard.functional.programs.markers import again, enter, leave
+from torchard.functional.programs.markers import again, enter, leave, row
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option
@@ -32,26 +35,25 @@ __all__ = ["Energy", "improved"]
 
 Table = npt.NDArray[np.float64]
 _SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
-_ROUNDS = 4
+_LITTLE = 1e-9
+_MOST = 4  # times that each axis is tried
 
 
 def improved(
-    graph: fx.Graph, given: Given, sizes: Sizes, start: LayoutDecision
-) -> tuple[LayoutDecision, float]:
-    """A decision that no change along one axis improves, and its cost; begun from another."""
-    energy = Energy(graph, given, sizes)
-    best, cost = start, float("inf")
-    axes = [a for a, n in sizes if n > 1]
-    for _ in range(_ROUNDS if len(axes) > 1 else 1):
-        before = cost
-        for axis in axes:
-            try:
-                best, cost = energy.along(axis, best)
-            except TooWide:
-                continue
-        if cost >= before * (1 - 1e-9):
+    graph: fx.Graph, given: Given, sizes: Sizes, start: LayoutDecision, axes: Iterable[str]
+) -> LayoutDecision:
+    """A decision that no change along one of these axes improves, beginning with another."""
+    energy, best = Energy(graph, given, sizes), start
+    waiting = deque(axes)
+    for _ in range(_MOST * len(waiting)):
+        if not waiting:
             break
-    return best, cost
+        axis = waiting.popleft()
+        better = energy.along(axis, best)
+        if better is not None:
+            best = better
+            waiting.extend(a for a in axes if a not in waiting and a != axis)
+    return best
 
 
 class Energy:
@@ -63,11 +65,16 @@ class Energy:
         self._works: dict[object, Table] = {}
         self._unaries: dict[object, Table] = {}
 
-    def along(self, axis: str, now: LayoutDecision) -> tuple[LayoutDecision, float]:
-        """The cheapest decision that differs along one axis only, and its cost."""
+    def along(self, axis: str, now: LayoutDecision) -> LayoutDecision | None:
+        """The cheapest decision that differs along one axis only; None if that is none."""
         model = _Model(self, Choices(self.graph, self.given, self.sizes, axis, now))
-        cost, states = minimum(model.problem)
-        return model.decision(states), cost
+        try:
+            cost, states = minimum(model.problem)
+        except TooWide:
+            return None
+        if cost >= model.problem.cost(model.states(now)) * (1 - _LITTLE):
+            return None
+        return model.decision(states)
 
     def works(self, node: fx.Node, options: tuple[Option, ...]) -> Table:
         """The seconds of the busiest rank, by option."""
@@ -130,7 +137,9 @@ class _Model:
             layouts |= dict.fromkeys(x.reduced() for x in self.choices.layouts[self.outputs[known]])
             self._value(node, tuple(layouts))
         else:
-            layouts = {known[0]: None} | self.choices.layouts[node]
+            layouts = {known[0]: None}
+            if node not in self.choices.staying:
+                layouts |= self.choices.layouts[node]
             have = tuple(x for x in layouts if x == known[0] or not x.pending)
             self._value(node, have, self.table((known[0],), have, *_element(node))[0])
 
@@ -155,16 +164,19 @@ class _Model:
         at = self.problem.variable(self.energy.works(node, options))
         self.of_option[node] = at
         tied = node.target in (enter, again, leave)
-        for k, operand in enumerate(Call.of(node).operands):
-            ins = tuple(o.ins[k] for o in options)
-            last = k == len(Call.of(node).operands) - 1
-            self._edge(operand, at, ins, equal=tied and last and node.target is not enter)
+        operands = Call.of(node).operands
+        for k, operand in enumerate(operands):
+            carry = node.target in (again, leave) and k == len(operands) - 1
+            # Of a stack, rows are moved: to move it as a whole would take the memory of all.
+            fixed = carry or node.target is row or operand in self.choices.staying
+            self._edge(operand, at, tuple(o.ins[k] for o in options), fixed)
         for i, value in values_of(node).items():
             outs = tuple(o.outs[i] for o in options)
             layouts = tuple(self.choices.layouts[value])
             here = self._value(value, layouts)
-            costs = self.table(outs, layouts, *_element(value))
-            self.problem.add((at, here), _equal(outs, layouts) if tied else costs)
+            tied = tied or value in self.choices.staying
+            costs = _equal(outs, layouts) if tied else self.table(outs, layouts, *_element(value))
+            self.problem.add((at, here), costs)
 
     def _edge(
         self, source: fx.Node, at: int, wanted: tuple[Layout, ...], equal: bool = False
@@ -195,7 +207,18 @@ class _Model:
             outputs = tuple(x.reduced() for x in self.layouts[value])
             self.problem.add((self.of_value[value], self.of_value[node]), _equal(outputs, layouts))
 
-    # -- the decision -----------------------------------------------------------------------------
+    # -- decisions --------------------------------------------------------------------------------
+
+    def states(self, decision: LayoutDecision) -> list[int]:
+        """The states of a decision."""
+        states = [0] * len(self.problem.sizes)  # options begin with that of the decision
+        for node, at in self.of_value.items():
+            known = self.given.inputs.get(node)
+            home = decision.home.get(node)
+            if home is None and isinstance(known, int):
+                home = decision.outputs[known]
+            states[at] = self.layouts[node].index(home)
+        return states
 
     def decision(self, states: list[int]) -> LayoutDecision:
         """The decision of a solution."""
