@@ -67,7 +67,7 @@ PLANNING = Machine(
     flops={"float32": 64e9},
     bandwidth=384e9,
     link=Link(1e9, 4e-6),
-    source="a byte that is sent costs as much as 64 FLOPs, or 384 bytes of memory",
+    source="a byte that is sent costs as much as 64 FLOPs, or 384 bytes of memory; a collective 4 kB",
 )
 
 

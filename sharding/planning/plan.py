@@ -78,14 +78,12 @@ def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
         ways.append((*blocked, _chosen(*blocked, mesh)))
     plans = [plan for *_, plan in ways]
     plans += [_chosen(*owned, mesh) for way in ways if (owned := _by_owner(*way, mesh))]
-    plans = [_improved(plan, mesh) for plan in plans]
-    if len(plans) == 1:
-        return plans[0]
-    return min(plans, key=lambda plan: (len(_lost(plan, mesh)), _total(plan)))
+    best = min(plans, key=lambda plan: (len(_lost(plan, mesh)), _total(plan)))
+    return _improved(best, mesh)
 
 
 def _improved(plan: Plan, mesh: Mesh) -> Plan:
-    """The plan, or one that is better in bytes, collectives or work, and worse in none of them."""
+    """The plan, or one that is better on every machine; operations on local values are not replanned."""
     if plan.given.local:
         return plan
     gathered = _fully_sharded(plan.given)
@@ -95,6 +93,7 @@ def _improved(plan: Plan, mesh: Mesh) -> Plan:
         return plan
     new = replace(plan, decision=decision)
     known, found = (figures(p.graph, p.given, p.decision, mesh.sizes) for p in (plan, new))
+    decision.bytes, decision.work = found.sending * plan.given.machine.link.bandwidth, found.work
     better = found.dominates(known) and _lost(new, mesh) <= _lost(plan, mesh)
     return new if better else plan
 

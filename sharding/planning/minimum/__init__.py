@@ -1,1 +1,7 @@
-"""The minimum of a plan's cost over what each operation and each value may do along the mesh's axes."""
+"""Plans improved to the minimum of their time along one axis after another.
+
+`choices.py` lists what each operation and each value may do along an axis. `minimum.py` writes the time
+of a plan as a sum of terms over these choices, which `elimination.py` minimizes exactly; `reshards.py`
+gives the times of reshards. A plan that is found so replaces another one only if it is better on every
+machine (`dominance.py`).
+"""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -81,7 +80,8 @@ class Choices:
         if layout in known:
             return
         known[layout] = None
-        near = [value if value.target is not operator.getitem else value.all_input_nodes[0], *value.users]
+        source = value.all_input_nodes[0] if value.target is operator.getitem else value
+        near = [source, *value.users]
         if any(len(dim) > 1 for dim in layout.dims):
             self._in_parts[value].append(layout)
         else:
@@ -91,8 +91,9 @@ class Choices:
     def _cuts(self, node: fx.Node, call: Call) -> tuple[tuple[int, Layout], ...]:
         """Layouts of operands (by position) and of the first result (-1) with dims of several parts."""
         found = [(k, x) for k, operand in enumerate(call.operands) for x in self._in_parts[operand]]
-        first = values_of(node).get(0)
-        return (*found, *((-1, x) for x in self._in_parts[first])) if first is not None else tuple(found)
+        if 0 in (values := values_of(node)):
+            found += [(-1, x) for x in self._in_parts[values[0]]]
+        return tuple(found)
 
     def _carried(self, node: fx.Node, call: Call) -> tuple[Option, ...]:
         """A carry enters, is handed on, and leaves in one layout."""
@@ -112,6 +113,7 @@ class Choices:
 
 
 def _staying(graph: fx.Graph, given: Given, now: LayoutDecision) -> set[fx.Node]:
+    """The parameters and their views that all operations read where they are."""
     ranked = {n: known[1] for n, known in given.inputs.items() if not isinstance(known, int)}
     views = {n for n, rank in ranked.items() if rank == PARAMETER}
     for node in graph.nodes:

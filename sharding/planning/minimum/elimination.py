@@ -85,7 +85,8 @@ class _Elimination:
             for v in term.scope:
                 self.of[v].add(i)
         self.number = len(self.terms)
-        self.known: dict[object, tuple[Table, npt.NDArray[np.intp]]] = {}
+        # By tables' identities; the terms are kept with them, so that no identity is used again.
+        self.known: dict[object, tuple[list[_Term], Table, npt.NDArray[np.intp]]] = {}
         self.value = 0.0
 
     def run(self) -> tuple[float, list[int]]:
@@ -126,10 +127,8 @@ class _Elimination:
         if key not in self.known:
             shape = tuple(self.sizes[u] for u in scope)
             total = _total(shape, [t.table for t in terms], places)
-            # Terms are kept, as their identities are in the key.
-            self.known[key] = total.min(0), total.argmin(0)
-            self.kept = [*getattr(self, "kept", []), terms]
-        least, best = self.known[key]
+            self.known[key] = terms, total.min(0), total.argmin(0)
+        _, least, best = self.known[key]
         if len(scope) == 1:
             self.value += float(least)
         else:

@@ -4,9 +4,14 @@ Variables are the option x_o of each operation o and the layout y_v in which eac
 
     Σ_o work(x_o) + Σ_(o → v) move(out_v(x_o), y_v) + Σ_(v → o) move(y_v, in_v(x_o))
 
-Inputs, outputs and constraints fix layouts; a carry has one layout, and a cotangent that of its output.
-The minimum is exact along one axis, with the roles of the others as they are; axes take turns until none
-improves the plan.
+work is the time of the busiest rank, move that of the cheapest reshard (`layouts/reshard.py`): its bytes
+by the bandwidth of its axes, and a latency for each collective. What is in a loop counts as often as it
+runs. Inputs, outputs and constraints fix layouts; a carry has one layout, and a cotangent that of its
+output.
+
+The minimum is exact along one axis, given what the others do; axes take turns until none improves the
+plan. Not in the sum: that a value which several operations read in one layout is moved once, that a view
+is moved by its base, and that collectives are merged. `dominance.py` counts a plan as it is sent.
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ class Energy:
         self.graph, self.given, self.sizes = graph, given, sizes
         self.reshards = Reshards(sizes, given.machine)
         self._works: dict[object, Table] = {}
-        self._unaries: dict[object, Table] = {}
+        self._tables: dict[object, Table] = {}
 
     def along(self, axis: str, now: LayoutDecision) -> LayoutDecision | None:
         """The cheapest decision that differs along one axis only; None if that is none."""
@@ -84,15 +89,15 @@ class Energy:
         key = options, rate, item
         if key not in self._works:
             costs = [o.cost(self.sizes) for o in options]
-            link = self.given.machine.link
+            each = item / self.given.machine.link.bandwidth
             self._works[key] = np.array(
-                [c.work * rate + item * (c.exchanged / link.bandwidth + c.volume * _SMALLEST) for c in costs]
+                [c.work * rate + c.exchanged * each + c.volume * item * _SMALLEST for c in costs]
             )
         return self._works[key]
 
     def shared(self, table: Table) -> Table:
         """The table; equal ones are one object."""
-        return self._unaries.setdefault((table.shape, table.tobytes()), table)
+        return self._tables.setdefault((table.shape, table.tobytes()), table)
 
 
 class _Model:
@@ -228,7 +233,6 @@ class _Model:
             made.raw[node] = option.outs
         for node, at in self.of_value.items():
             made.home[node] = self.layouts[node][states[at]]
-        made.bytes = self.problem.cost(states) * self.given.machine.link.bandwidth
         for node, known in self.given.inputs.items():
             if not isinstance(known, int):
                 made.home[node] = known[0]

@@ -48,7 +48,8 @@ def test_one_device_has_no_axes() -> None:
 
 
 LARGE = ShapeDtype((256, 256))
-TALL, WIDE = ShapeDtype((2048, 8)), ShapeDtype((8, 2048))  # whose product is dearer to gather than to compute
+# Their product takes longer to gather than to compute.
+TALL, WIDE = ShapeDtype((2048, 8)), ShapeDtype((8, 2048))
 
 
 def test_an_axis_that_splits_nothing_is_warned_of_once() -> None:

@@ -1,0 +1,62 @@
+"""The exact minimum of sums over variables with few states, beside that of all their assignments."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchard.sharding.planning.minimum.elimination import Problem, TooWide, minimum
+
+COSTS = st.one_of(st.integers(0, 9).map(float), st.just(float("inf")))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Up to six variables; tables may be shared, as those of equal layers are, and forbid states."""
+    problem = Problem()
+    count = draw(st.integers(1, 6))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
+    for size in sizes:
+        problem.variable(np.array(draw(st.lists(COSTS, min_size=size, max_size=size))))
+    known: dict[tuple[int, int], np.ndarray] = {}
+    for u, v in draw(st.lists(st.tuples(*[st.integers(0, count - 1)] * 2), max_size=8)):
+        if u != v:
+            shape = sizes[u], sizes[v]
+            fresh = draw(st.booleans()) or shape not in known
+            if fresh:
+                each = draw(st.lists(COSTS, min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]))
+                known[shape] = np.array(each).reshape(shape)
+            problem.add((u, v), known[shape])
+    return problem
+
+
+@given(problems())
+def test_the_minimum_is_that_of_all_assignments(problem: Problem) -> None:
+    cost, states = minimum(problem)
+    all_states = itertools.product(*map(range, problem.sizes))
+    assert cost == min(map(problem.cost, all_states))
+    assert problem.cost(states) == cost
+
+
+def test_a_chain_of_equal_links_is_combined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of any length is linear: no table is over more than two variables."""
+    problem, link, alone = Problem(), np.array([[0.0, 2.0], [1.0, 0.0]]), np.array([1.0, 1.5])
+    chain = [problem.variable(alone) for _ in range(2000)]
+    for u, v in itertools.pairwise(chain):
+        problem.add((u, v), link)
+    monkeypatch.setattr("torchard.sharding.planning.minimum.elimination._LARGEST", 8)
+    assert minimum(problem)[0] == 2000.0
+
+
+def test_a_clique_is_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem()
+    each = [problem.variable(np.zeros(10)) for _ in range(4)]
+    for u, v in itertools.combinations(each, 2):
+        problem.add((u, v), np.ones((10, 10)))
+    monkeypatch.setattr("torchard.sharding.planning.minimum.elimination._LARGEST", 9999)
+    with pytest.raises(TooWide):
+        minimum(problem)
