@@ -23,13 +23,18 @@ from torchard.sharding.layouts.options import atomic, factor_axes
 from torchard.sharding.layouts.tags import CALL, RULE
 from torchard.sharding.planning.decision import BATCH, PARAMETER, Given, LayoutDecision, work_of
 from torchard.sharding.planning.manual_options import local_operations
-from torchard.sharding.planning.minimum.dominance import figures
-from torchard.sharding.planning.minimum.minimum import improved
 from torchard.sharding.planning.propagate import SWEEPS, propagate, take_apart
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.values.mesh import Mesh
 
-__all__ = ["IdleAxisWarning", "Plan", "choose", "warn_of_idle_axes"]
+__all__ = [
+    "IdleAxisWarning",
+    "Plan",
+    "choose",
+    "gathered_axes",
+    "lost_axes",
+    "warn_of_idle_axes",
+]
 
 _ROUNDS = 4
 _LITTLE = 0.02
@@ -78,24 +83,7 @@ def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
         ways.append((*blocked, _chosen(*blocked, mesh)))
     plans = [plan for *_, plan in ways]
     plans += [_chosen(*owned, mesh) for way in ways if (owned := _by_owner(*way, mesh))]
-    best = min(plans, key=lambda plan: (len(_lost(plan, mesh)), _total(plan)))
-    return _improved(best, mesh)
-
-
-def _improved(plan: Plan, mesh: Mesh) -> Plan:
-    """The plan, or one that is better on every machine; operations on local values are not replanned."""
-    if plan.given.local:
-        return plan
-    gathered = _fully_sharded(plan.given)
-    axes = [a for a, n in mesh.sizes if n > 1 and a not in gathered]
-    decision = improved(plan.graph, plan.given, mesh.sizes, plan.decision, axes)
-    if decision is plan.decision:
-        return plan
-    new = replace(plan, decision=decision)
-    known, found = (figures(p.graph, p.given, p.decision, mesh.sizes) for p in (plan, new))
-    decision.bytes, decision.work = found.sending * plan.given.machine.link.bandwidth, found.work
-    better = found.dominates(known) and _lost(new, mesh) <= _lost(plan, mesh)
-    return new if better else plan
+    return min(plans, key=lambda plan: (len(lost_axes(plan, mesh)), _total(plan)))
 
 
 def _by_owner(
@@ -152,7 +140,7 @@ def _chosen(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     return min(plan, _restored(graph, replace(given, contested=contested), mesh), key=_total)
 
 
-def _fully_sharded(given: Given) -> frozenset[str]:
+def gathered_axes(given: Given) -> frozenset[str]:
     """Axes that split both parameters and the rows of a batch: parameters are gathered along them."""
     placed = _placed(given)
     of_parameters = {a for layout, rank in placed if rank == PARAMETER for a in layout.split_axes}
@@ -189,7 +177,7 @@ def _restored(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     axes: on the dims along which the plan splits neighbouring values, or on those with the most work.
     """
     plan = _cheapest(graph, given, mesh)
-    lost = _lost(plan, mesh)
+    lost = lost_axes(plan, mesh)
     if not lost:
         return plan
     spread = _cheapest(graph, replace(given, spread=lost), mesh)
@@ -200,7 +188,7 @@ def _total(plan: Plan) -> float:
     return plan.decision.total(plan.given.machine)
 
 
-def _lost(plan: Plan, mesh: Mesh) -> frozenset[str]:
+def lost_axes(plan: Plan, mesh: Mesh) -> frozenset[str]:
     """Axes that split an input or a constraint but not all of the products."""
     lost, total = _unsplit(plan, mesh)
     return frozenset(axis for axis in lost if lost[axis] > _LITTLE * total)

@@ -2,6 +2,6 @@
 
 `choices.py` lists what each operation and each value may do along an axis. `minimum.py` writes the time
 of a plan as a sum of terms over these choices, which `elimination.py` minimizes exactly; `reshards.py`
-gives the times of reshards. A plan that is found so replaces another one only if it is better on every
-machine (`dominance.py`).
+gives the times of reshards. `sharding/scheduling/improved.py` decides whether the plan that is found
+replaces the one that it began with.
 """

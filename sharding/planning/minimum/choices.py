@@ -18,7 +18,7 @@ from torchard.sharding.layouts.factors import Rule
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, atomic, build, factor_axes
 from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.planning.decision import PARAMETER, Given, LayoutDecision
+from torchard.sharding.planning.decision import Given, LayoutDecision
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
 
@@ -34,8 +34,8 @@ class Choices:
     Attributes:
         options: by operation; the first is that of the decision.
         layouts: by value: all in which an operation computes it, and all in which one reads it.
-        staying: parameters, and views of them, that the decision does not move: products are split as
-            their parameters are.
+        staying: split inputs, and views of them, that the decision does not move: products are split as
+            the parameters are that they read.
     """
 
     def __init__(
@@ -113,12 +113,19 @@ class Choices:
 
 
 def _staying(graph: fx.Graph, given: Given, now: LayoutDecision) -> set[fx.Node]:
-    """The parameters and their views that all operations read where they are."""
-    ranked = {n: known[1] for n, known in given.inputs.items() if not isinstance(known, int)}
-    views = {n for n, rank in ranked.items() if rank == PARAMETER}
+    """The split inputs, with all of their views, that all operations read where they are."""
+    known = {n: known[0] for n, known in given.inputs.items() if not isinstance(known, int)}
+    known |= {n: x for n, x in given.constraints.items() if n.all_input_nodes[0] in given.inputs}
+    inputs = {n: n for n, layout in known.items() if layout.split_axes}  # by themselves and by view
     for node in graph.nodes:
-        views |= {node} if _is_view(node) and node.all_input_nodes[0] in views else set()
-    return {v for v in views if v in now.home and all(_reads_home(u, v, now) for u in v.users)}
+        if _is_view(node) and node.all_input_nodes[0] in inputs:
+            inputs[node] = inputs[node.all_input_nodes[0]]
+    moved = {
+        source
+        for view, source in inputs.items()
+        if view not in now.home or not all(_reads_home(u, view, now) for u in view.users)
+    }
+    return {view for view, source in inputs.items() if source not in moved}
 
 
 def _is_view(node: fx.Node) -> bool:

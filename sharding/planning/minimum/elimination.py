@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Problem", "TooWide", "minimum"]
+__all__ = ["Terms", "TooWide", "minimum"]
 
 Table = npt.NDArray[np.float64]
 _LARGEST = 30_000_000  # entries of a table
@@ -28,7 +28,7 @@ class TooWide(Exception):
     """The elimination of a variable needs a table that is too large."""
 
 
-class Problem:
+class Terms:
     """Variables and the terms of their costs; a term is a table over the states of its variables.
 
     Tables are compared by identity: equal ones should be one object.
@@ -67,7 +67,7 @@ class _Step(NamedTuple):
     best: npt.NDArray[np.intp]
 
 
-def minimum(problem: Problem) -> tuple[float, list[int]]:
+def minimum(problem: Terms) -> tuple[float, list[int]]:
     """The smallest cost, and states that have it: of several, the first in order.
 
     Raises:
@@ -77,7 +77,7 @@ def minimum(problem: Problem) -> tuple[float, list[int]]:
 
 
 class _Elimination:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Terms) -> None:
         self.sizes = problem.sizes
         self.terms = {i: _Term(*term) for i, term in enumerate(problem.terms)}
         self.of: list[set[int]] = [set() for _ in self.sizes]

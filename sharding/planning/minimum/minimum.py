@@ -6,12 +6,12 @@ Variables are the option x_o of each operation o and the layout y_v in which eac
 
 work is the time of the busiest rank, move that of the cheapest reshard (`layouts/reshard.py`): its bytes
 by the bandwidth of its axes, and a latency for each collective. What is in a loop counts as often as it
-runs. Inputs, outputs and constraints fix layouts; a carry has one layout, and a cotangent that of its
-output.
+runs. Inputs and constraints fix layouts, and outputs have those of the plan that is improved; a carry has
+one layout, and a cotangent that of its output.
 
 The minimum is exact along one axis, given what the others do; axes take turns until none improves the
 plan. Not in the sum: that a value which several operations read in one layout is moved once, that a view
-is moved by its base, and that collectives are merged. `dominance.py` counts a plan as it is sent.
+is moved by its base, and that collectives are merged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchard.sharding.layouts.options import Option
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.decision import Given, LayoutDecision, work_per_point
 from torchard.sharding.planning.minimum.choices import Choices, values_of
-from torchard.sharding.planning.minimum.elimination import Problem, TooWide, minimum
+from torchard.sharding.planning.minimum.elimination import Terms, TooWide, minimum
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.rules import Call
 
@@ -107,7 +107,7 @@ class _Model:
         self.energy, self.choices = energy, choices
         self.given, self.graph = energy.given, energy.graph
         self.table = energy.reshards.table
-        self.problem = Problem()
+        self.problem = Terms()
         self.of_value: dict[fx.Node, int] = {}
         self.of_option: dict[fx.Node, int] = {}
         self.layouts: dict[fx.Node, tuple[Layout, ...]] = {}
@@ -123,9 +123,6 @@ class _Model:
                 self._operation(node)
         for i, value in enumerate(self.outputs):
             self._output(i, value)
-        for node, known in self.given.inputs.items():
-            if isinstance(known, int):
-                self._cotangent(node, known)
 
     # -- variables --------------------------------------------------------------------------------
 
@@ -136,17 +133,14 @@ class _Model:
         return self.of_value[node]
 
     def _input(self, node: fx.Node) -> None:
+        """An input, or a cotangent, which has the layout of its output."""
         known = self.given.inputs[node]
-        if isinstance(known, int):
-            layouts = dict.fromkeys(x for x in self.choices.layouts[node] if not x.pending)
-            layouts |= dict.fromkeys(x.reduced() for x in self.choices.layouts[self.outputs[known]])
-            self._value(node, tuple(layouts))
-        else:
-            layouts = {known[0]: None}
-            if node not in self.choices.staying:
-                layouts |= self.choices.layouts[node]
-            have = tuple(x for x in layouts if x == known[0] or not x.pending)
-            self._value(node, have, self.table((known[0],), have, *_element(node))[0])
+        given = self.choices.now.outputs[known] if isinstance(known, int) else known[0]
+        layouts = {given: None}
+        if node not in self.choices.staying:
+            layouts |= self.choices.layouts[node]
+        have = tuple(x for x in layouts if x == given or not x.pending)
+        self._value(node, have, self.table((given,), have, *_element(node))[0])
 
     def _fixed(self, node: fx.Node) -> None:
         fixed = self.given.constraints[node]
@@ -191,26 +185,9 @@ class _Model:
         self.problem.add((self.of_value[source], at), costs)
 
     def _output(self, i: int, value: fx.Node) -> None:
-        want, layouts = self.given.outputs[i], self.layouts[value]
-        wanted = [x.reduced() if want is None else want for x in layouts]
-        costs = np.array(
-            [
-                self.energy.reshards.seconds(x, w, *_element(value))
-                for x, w in zip(layouts, wanted, strict=True)
-            ]
-        )
+        wanted = (self.choices.now.outputs[i],)
+        costs = self.table(self.layouts[value], wanted, *_element(value))[:, 0]
         self.problem.add((self.of_value[value],), self.energy.shared(costs))
-
-    def _cotangent(self, node: fx.Node, output: int) -> None:
-        """A cotangent has the layout of its output."""
-        fixed, value = self.given.outputs[output], self.outputs[output]
-        layouts = self.layouts[node]
-        if fixed is not None:
-            costs = np.array([0.0 if x == fixed else float("inf") for x in layouts])
-            self.problem.add((self.of_value[node],), self.energy.shared(costs))
-        else:
-            outputs = tuple(x.reduced() for x in self.layouts[value])
-            self.problem.add((self.of_value[value], self.of_value[node]), _equal(outputs, layouts))
 
     # -- decisions --------------------------------------------------------------------------------
 
@@ -233,14 +210,9 @@ class _Model:
             made.raw[node] = option.outs
         for node, at in self.of_value.items():
             made.home[node] = self.layouts[node][states[at]]
+        made.outputs = self.choices.now.outputs
         for node, known in self.given.inputs.items():
-            if not isinstance(known, int):
-                made.home[node] = known[0]
-        homes = [self.layouts[v][states[self.of_value[v]]] for v in self.outputs]
-        made.outputs = tuple(
-            home.reduced() if want is None else want
-            for home, want in zip(homes, self.given.outputs, strict=True)
-        )
+            made.home[node] = made.outputs[known] if isinstance(known, int) else known[0]
         return made
 
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchard.sharding.planning.minimum.elimination import Problem, TooWide, minimum
+from torchard.sharding.planning.minimum.elimination import Terms, TooWide, minimum
 
 COSTS = st.one_of(st.integers(0, 9).map(float), st.just(float("inf")))
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn) -> Terms:
     """Up to six variables; tables may be shared, as those of equal layers are, and forbid states."""
-    problem = Problem()
+    problem = Terms()
     count = draw(st.integers(1, 6))
     sizes = draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
     for size in sizes:
@@ -35,7 +35,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @given(problems())
-def test_the_minimum_is_that_of_all_assignments(problem: Problem) -> None:
+def test_the_minimum_is_that_of_all_assignments(problem: Terms) -> None:
     cost, states = minimum(problem)
     all_states = itertools.product(*map(range, problem.sizes))
     assert cost == min(map(problem.cost, all_states))
@@ -44,7 +44,7 @@ def test_the_minimum_is_that_of_all_assignments(problem: Problem) -> None:
 
 def test_a_chain_of_equal_links_is_combined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of any length is linear: no table is over more than two variables."""
-    problem, link, alone = Problem(), np.array([[0.0, 2.0], [1.0, 0.0]]), np.array([1.0, 1.5])
+    problem, link, alone = Terms(), np.array([[0.0, 2.0], [1.0, 0.0]]), np.array([1.0, 1.5])
     chain = [problem.variable(alone) for _ in range(2000)]
     for u, v in itertools.pairwise(chain):
         problem.add((u, v), link)
@@ -52,8 +52,17 @@ def test_a_chain_of_equal_links_is_combined_once(monkeypatch: pytest.MonkeyPatch
     assert minimum(problem)[0] == 2000.0
 
 
+def test_one_table_over_pairs_of_which_the_other_variable_is_eliminated_first() -> None:
+    problem, link, alone = Terms(), np.array([[5.0, 0.0], [9.0, 9.0]]), np.zeros(2)
+    first = [problem.variable(alone) for _ in range(4)]
+    problem.add((first[0], first[1]), link)
+    problem.add((first[3], first[2]), link)
+    cost, states = minimum(problem)
+    assert cost == problem.cost(states) == 0.0
+
+
 def test_a_clique_is_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem()
+    problem = Terms()
     each = [problem.variable(np.zeros(10)) for _ in range(4)]
     for u, v in itertools.combinations(each, 2):
         problem.add((u, v), np.ones((10, 10)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchard import Mesh, P, ShapeDtype, repeat, shard
-from torchard.sharding.planning.minimum.dominance import Figures
+from torchard.sharding.scheduling.improved import Figures
 
 DP, TP = Mesh({"dp": 4}, virtual=True), Mesh({"tp": 4}, virtual=True)
 
@@ -74,9 +74,9 @@ def test_parameters_stay_where_products_are_split_by_them() -> None:
 
     specs = (P(None, "tp"), P("tp"))
     run = shard(torch.func.grad(mlp), TP, in_specs=(specs, P()), out_specs=specs)
-    weights = ShapeDtype((4, 8)), ShapeDtype((8, 4))
-    (total,) = sent(run, weights, ShapeDtype((4096, 4)))
-    assert total == ("all_reduce", 2 * 3 * (4096 * 4 * 4) // 4)
+    weights = ShapeDtype((64, 128)), ShapeDtype((128, 64))
+    (total,) = sent(run, weights, ShapeDtype((4096, 64)))
+    assert total == ("all_reduce", 2 * 3 * (4096 * 64 * 4) // 4)
 
 
 def test_full_sharding_gathers_parameters() -> None:
