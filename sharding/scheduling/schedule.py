@@ -103,6 +103,7 @@ def schedule(
     update_last(program)
     wait_late(graph)  # after moving users: all views of a merged result must follow it
     merge_reductions(program, machine, sizes, how.bucket_bytes)
+    wait_late(graph)  # merged reductions have moved down: views that they send follow, of scatters too
     scatter_by_layer(program)
     narrow_in_turn(graph)
     gather_by_layer(graph, layers, how.prefetch)

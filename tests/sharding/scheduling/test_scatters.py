@@ -11,7 +11,7 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchard import Mesh, P, place, shard
+from torchard import Mesh, P, ShapeDtype, place, shard
 from torchard.testing import prove
 
 WIDTH = 6
@@ -81,3 +81,14 @@ def test_one_call_for_each_layer(layers: int, ranks: int, dims: dict[str, int], 
 
 def is_spec(value: object) -> bool:
     return isinstance(value, P)
+
+
+def test_views_between_a_scatter_and_a_merged_all_reduce_follow_both() -> None:
+    def power(*terms: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("abcdef,bdgh,fhij->acegij", *terms).square().sum()
+
+    mesh = Mesh({"dp": 2, "tp": 2}, virtual=True)
+    run = shard(torch.func.grad(power, (0, 1, 2)), mesh, (P("dp", "tp"), P("tp"), P(None, "tp")))
+    graph = run.lower(ShapeDtype((8,) * 6), ShapeDtype((8,) * 4), ShapeDtype((8,) * 4)).graph
+    at = {node: i for i, node in enumerate(graph.nodes)}
+    assert all(at[operand] < at[node] for node in graph.nodes for operand in node.all_input_nodes)
