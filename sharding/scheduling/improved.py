@@ -1,13 +1,11 @@
 """A plan, or the minimum along its axes (`planning/minimum/`) if that is better on any machine.
 
-A plan may send less by more collectives, or by computing more. So two plans are compared as they are
-sent, on machines of which one has no latency, and one whose latency is half of what a collective's bytes
-take; of which one computes slowly, and one fast.
+A plan may send less by more collectives, or by computing more. So a plan replaces another one if it takes
+as many collectives or fewer, and less time on a machine that computes fast and on one that does not.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,9 +23,7 @@ from torchard.sharding.values.mesh import Mesh
 
 __all__ = ["Figures", "improved_plan"]
 
-_FASTER = (1.0, 16.0)  # how many times as long computing takes
-_LATENCIES = (0.0, 0.5)  # in the time of the mean collective's bytes
-_LITTLE = 1e-3
+_SLOWER = (1.0, 16.0)  # how many times as long computing takes
 _MOST = 0.6  # of what another plan sends or computes: where less is gained, plans by rules stay
 
 
@@ -36,7 +32,8 @@ class Figures(NamedTuple):
 
     Attributes:
         sending: seconds of sending.
-        calls: collectives that products wait for, and one for all others: they can be merged.
+        calls: collectives between products; all others are merged if they are of one kind and wait for
+            as many.
         work: seconds that the busiest rank computes.
     """
 
@@ -48,12 +45,10 @@ class Figures(NamedTuple):
         """Whether a plan is faster than another on each machine, and much less is sent or computed."""
         if self.sending > _MOST * other.sending and self.work > _MOST * other.work:
             return False
-        mean = other.sending / max(other.calls, 1)
-        machines = itertools.product(_FASTER, (mean * latency for latency in _LATENCIES))
-        return all(self._on(*m) < other._on(*m) * (1 - _LITTLE) for m in machines)
-
-    def _on(self, slower: float, latency: float) -> float:
-        return self.sending + self.calls * latency + slower * self.work
+        return self.calls <= other.calls and all(
+            self.sending + slower * self.work < other.sending + slower * other.work
+            for slower in _SLOWER
+        )
 
 
 def improved_plan(plan: Plan, mesh: Mesh) -> Plan:
@@ -87,24 +82,26 @@ def _figures(plan: Plan, mesh: Mesh) -> Figures:
     """What a plan costs; a value that several users read in one layout is moved once."""
     sizes, machine = mesh.sizes, plan.given.machine
     spmd = partition(plan.graph, plan.given, plan.decision, sizes)
-    needed, sending, calls, merged = _before_products(spmd), 0.0, 0, 0
-    late: set[fx.Node] = set()
+    needed, late, waits = _before_products(spmd), set[fx.Node](), dict[fx.Node, int]()
+    sending, alone, together = 0.0, 0, set[object]()
     for node in spmd.nodes:
         if any(n in late or is_product(n) for n in node.all_input_nodes):
             late.add(node)
+        waits[node] = max((waits[n] for n in node.all_input_nodes), default=0)
         if STEP.on(node) and (step := STEP.of(node)).collective.sends:
             size = step.elements(sizes) * VAL.of(node).dtype.itemsize * times(node)
             sending += size / machine.link_of(step.axes, step.kind).bandwidth
+            waits[node] += 1
             if node in late and node in needed:
-                calls += times(node)
+                alone += times(node)
             else:
-                merged = 1
+                together.add((waits[node], step.kind, step.axes))
     work = sum(
         option.cost(sizes).work * work_per_point(node, machine)
         for node, option in plan.decision.option.items()
         if not is_alias(node)
     )
-    return Figures(sending, calls + merged, work)
+    return Figures(sending, alone + len(together), work)
 
 
 def _before_products(graph: fx.Graph) -> set[fx.Node]:

@@ -19,17 +19,22 @@ from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, atomic, build, factor_axes
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.decision import Given, LayoutDecision
+from torchard.sharding.planning.minimum.elimination import TooWide
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
 
 __all__ = ["Choices", "values_of"]
 
+_MOST = 64  # layouts of a value, and options of an operation
 _CARRIES = (enter, again, leave)
 Passed = tuple[tuple[str, frozenset[int]], ...]
 
 
 class Choices:
     """The options of each operation and the layouts of each value, along one axis.
+
+    Raises:
+        TooWide: there are too many of them.
 
     Attributes:
         options: by operation; the first is that of the decision.
@@ -66,6 +71,8 @@ class Choices:
             )
         if self.options.get(node) == found:
             return
+        if len(found) > _MOST:
+            raise TooWide
         self.options[node] = found
         values = values_of(node)
         for option in found:
@@ -115,7 +122,9 @@ class Choices:
 def _staying(graph: fx.Graph, given: Given, now: LayoutDecision) -> set[fx.Node]:
     """The split inputs, with all of their views, that all operations read where they are."""
     known = {n: known[0] for n, known in given.inputs.items() if not isinstance(known, int)}
-    known |= {n: x for n, x in given.constraints.items() if n.all_input_nodes[0] in given.inputs}
+    for node in graph.nodes:
+        if node in given.constraints and node.all_input_nodes[0] in given.inputs:
+            known[node] = given.constraints[node]
     inputs = {n: n for n, layout in known.items() if layout.split_axes}  # by themselves and by view
     for node in graph.nodes:
         if _is_view(node) and node.all_input_nodes[0] in inputs:
@@ -168,11 +177,12 @@ def _options(
 
 def _shared(option: Option) -> Option:
     """The option with layouts that are one object if they are equal: they are compared often."""
-    ins, outs = (tuple(_LAYOUTS.setdefault(x, x) for x in each) for each in (option.ins, option.outs))
-    return replace(option, ins=ins, outs=outs)
+    return replace(option, ins=tuple(map(_one, option.ins)), outs=tuple(map(_one, option.outs)))
 
 
-_LAYOUTS: dict[Layout, Layout] = {}
+@functools.lru_cache(maxsize=16384)
+def _one(layout: Layout) -> Layout:
+    return layout
 
 
 def _along(rule: Rule, option: Option, axis: str, sizes: Sizes) -> Iterator[Option]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 __all__ = ["Terms", "TooWide", "minimum"]
 
 Table = npt.NDArray[np.float64]
-_LARGEST = 30_000_000  # entries of a table
+_LARGEST, _ALL = 4_000_000, 60_000_000  # entries of a table, and of all
 
 
 class TooWide(Exception):
@@ -87,7 +87,7 @@ class _Elimination:
         self.number = len(self.terms)
         # By tables' identities; the terms are kept with them, so that no identity is used again.
         self.known: dict[object, tuple[list[_Term], Table, npt.NDArray[np.intp]]] = {}
-        self.value = 0.0
+        self.value, self.entries = 0.0, 0
 
     def run(self) -> tuple[float, list[int]]:
         queue = [(self._size(v), v) for v in range(len(self.sizes))]
@@ -126,6 +126,9 @@ class _Elimination:
         key = (len(scope), places, tuple(id(term.table) for term in terms))
         if key not in self.known:
             shape = tuple(self.sizes[u] for u in scope)
+            self.entries += math.prod(shape)
+            if self.entries > _ALL:
+                raise TooWide
             total = _total(shape, [t.table for t in terms], places)
             self.known[key] = terms, total.min(0), total.argmin(0)
         _, least, best = self.known[key]

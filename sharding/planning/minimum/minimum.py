@@ -16,6 +16,7 @@ is moved by its base, and that collectives are merged.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable
 
@@ -41,7 +42,7 @@ __all__ = ["Energy", "improved"]
 Table = npt.NDArray[np.float64]
 _SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
 _LITTLE = 1e-9
-_MOST = 4  # times that each axis is tried
+_TURNS = 4  # times that each axis is tried
 
 
 def improved(
@@ -50,7 +51,7 @@ def improved(
     """A decision that no change along one of these axes improves, beginning with another."""
     energy, best = Energy(graph, given, sizes), start
     waiting = deque(axes)
-    for _ in range(_MOST * len(waiting)):
+    for _ in range(_TURNS * len(waiting)):
         if not waiting:
             break
         axis = waiting.popleft()
@@ -72,8 +73,8 @@ class Energy:
 
     def along(self, axis: str, now: LayoutDecision) -> LayoutDecision | None:
         """The cheapest decision that differs along one axis only; None if that is none."""
-        model = _Model(self, Choices(self.graph, self.given, self.sizes, axis, now))
         try:
+            model = _Model(self, Choices(self.graph, self.given, self.sizes, axis, now))
             cost, states = minimum(model.problem)
         except TooWide:
             return None
@@ -221,12 +222,8 @@ def _element(node: fx.Node) -> tuple[int, int]:
     return VAL.of(node).dtype.itemsize, times(node)
 
 
-_EQUAL: dict[object, Table] = {}
-
-
+@functools.lru_cache(maxsize=4096)
 def _equal(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
     """Nothing where two layouts are equal, else infinite."""
-    key = tuple(tuple(h == w for w in want) for h in have)
-    if key not in _EQUAL:
-        _EQUAL[key] = np.where(np.array(key, dtype=bool).reshape(len(have), len(want)), 0.0, np.inf)
-    return _EQUAL[key]
+    each = np.array([[h == w for w in want] for h in have], dtype=bool)
+    return np.where(each.reshape(len(have), len(want)), 0.0, np.inf)

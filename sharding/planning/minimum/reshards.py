@@ -10,12 +10,13 @@ import numpy.typing as npt
 from torchard.functional.machines.machine import Machine
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.reshard import plan
+from torchard.sharding.planning.minimum.elimination import TooWide
 
 __all__ = ["Reshards"]
 
 Table = npt.NDArray[np.float64]
+_MOST = 4000  # pairs of layouts
 _FIRST = 1e-12  # seconds of a collective: of equal plans, that with the fewest is chosen
-
 
 class _Seconds(NamedTuple):
     """The seconds of a reshard for each byte of an element, and for each time it is done."""
@@ -23,9 +24,12 @@ class _Seconds(NamedTuple):
     per_byte: float
     per_time: float
 
-
 class Reshards:
-    """The costs of reshards on one mesh of one machine."""
+    """The costs of reshards on one mesh of one machine.
+
+    Raises:
+        TooWide: too many are asked for.
+    """
 
     def __init__(self, sizes: Sizes, machine: Machine) -> None:
         self.sizes, self.machine = sizes, machine
@@ -40,6 +44,8 @@ class Reshards:
     def _each(self, have: Layout, want: Layout) -> _Seconds:
         known = self._known.get((have, want))
         if known is None:
+            if len(self._known) >= _MOST:
+                raise TooWide
             known = self._known[have, want] = self._searched(have, want)
         return known
 

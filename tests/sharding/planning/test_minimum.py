@@ -19,7 +19,7 @@ DP, TP = Mesh({"dp": 4}, virtual=True), Mesh({"tp": 4}, virtual=True)
     [
         (Figures(0.5, 10, 1.0), True),
         (Figures(1.0, 10, 0.5), True),
-        (Figures(0.5, 30, 1.0), False),  # latencies
+        (Figures(0.5, 11, 1.0), False),  # latencies
         (Figures(0.5, 10, 2.0), False),  # on a slow computer
         (Figures(1.5, 10, 0.95), False),  # on a slow network
         (Figures(0.95, 10, 0.95), False),  # nearly equal
