@@ -127,9 +127,10 @@ demo: $(STAMP) ## train one model by three plans, on two gloo ranks and a virtua
 time: $(STAMP) ## measure this machine, then predicted beside measured seconds of plans on two and four ranks (ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/predicted.py $(ARGS)
 
-bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; memory; decoding; pipelines; rivals; fusion (ARGS=--quick)
+bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; experts' plans; memory; decoding; pipelines; rivals; fusion (ARGS=--quick)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 	$(BIN)/python benchmarks/planning.py $(ARGS)
+	$(BIN)/python benchmarks/experts.py
 	$(BIN)/python benchmarks/memory.py $(ARGS)
 	$(BIN)/python benchmarks/planned_memory.py $(ARGS)
 	$(BIN)/python benchmarks/decoding.py $(ARGS)

@@ -66,25 +66,27 @@ def test_a_sum_is_put_off_behind_linear_operations_where_it_is_smaller() -> None
 
 
 def test_parameters_stay_where_products_are_split_by_them() -> None:
-    """Tensor parallelism, though to gather such small weights and split rows would send less."""
+    """Tensor parallelism, though to gather all weights at once, and split rows, would send less."""
 
-    def mlp(params: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-        up, down = params
-        return (torch.relu(x @ up) @ down).square().sum()
+    def blocks(params: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
+        for up, down in params:
+            x = torch.relu(x @ up) @ down
+        return x.square().sum()
 
-    specs = (P(None, "tp"), P("tp"))
-    run = shard(torch.func.grad(mlp), TP, in_specs=(specs, P()), out_specs=specs)
-    weights = ShapeDtype((64, 128)), ShapeDtype((128, 64))
-    (total,) = sent(run, weights, ShapeDtype((4096, 64)))
-    assert total == ("all_reduce", 2 * 3 * (4096 * 64 * 4) // 4)
+    specs = [(P(None, "tp"), P("tp"))] * 3
+    run = shard(torch.func.grad(blocks), TP, in_specs=(specs, P()), out_specs=specs)
+    weights = [(ShapeDtype((64, 128)), ShapeDtype((128, 64)))] * 3
+    each = ("all_reduce", 2 * 3 * (4096 * 64 * 4) // 4)
+    assert sent(run, weights, ShapeDtype((4096, 64))) == [each] * 5
 
 
 def test_full_sharding_gathers_parameters() -> None:
-    """Though to gather such a small batch would send less."""
+    """Though to gather such a small batch would send less, by one collective."""
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return (x @ w).square().sum()
 
-    run = shard(torch.func.grad(loss), DP, in_specs=(P("dp"), P("dp")), out_specs=P("dp"))
+    columns = P(None, "dp")
+    run = shard(torch.func.grad(loss), DP, in_specs=(columns, P("dp")), out_specs=columns)
     kinds = {kind for kind, _ in sent(run, ShapeDtype((512, 512)), ShapeDtype((8, 512)))}
     assert kinds == {"all_gather", "psum_scatter"}
