@@ -132,7 +132,7 @@ def main() -> None:
             if not options.no_check and not deviation(case) < TOLERANCE:
                 wrong.append(case.name)
                 print(f"    differs from one device by {deviation(case):.1e}")
-        except Exception as error:
+        except Exception as error:  # told below, and by the exit status: the other cases still run
             wrong.append(case.name)
             print(f"{case.name:<52} {type(error).__name__}: {error}")
             traceback.print_exc(limit=-2)

@@ -43,7 +43,7 @@ from torchard.sharding.scheduling.added_sums import add_before_reducing
 from torchard.sharding.scheduling.casts import send_narrowly
 from torchard.sharding.scheduling.gathers import layer_of
 from torchard.sharding.scheduling.improved import improved_plan
-from torchard.sharding.scheduling.partition import partition, unpartition
+from torchard.sharding.scheduling.partition import unpartition
 from torchard.sharding.scheduling.precision import reduce_widely
 from torchard.sharding.scheduling.schedule import Schedule, schedule
 from torchard.sharding.values.axis_rules import Rules
@@ -163,9 +163,8 @@ class Shard(Rewrite):
         if not self._plans(program):
             return replace(program, graph=graph)
         prepare(graph)
-        plan = improved_plan(choose(graph, self._given(program, graph), self.mesh), self.mesh)
+        plan, spmd = improved_plan(choose(graph, self._given(program, graph), self.mesh), self.mesh)
         warn_of_idle_axes(plan, self.mesh, program.name, self.warned)
-        spmd = partition(plan.graph, plan.given, plan.decision, self.mesh.sizes)
         add_before_reducing(spmd)
         send_narrowly(spmd)
         given = plan.given.inputs.values()

@@ -15,6 +15,7 @@ from torchard.sharding.layouts.iteration_space import points
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option
 from torchard.sharding.layouts.tags import WEIGHT
+from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.manual_options import ManualConstraint
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
@@ -26,8 +27,8 @@ __all__ = [
     "PARAMETER",
     "Given",
     "LayoutDecision",
+    "seconds_per_point",
     "work_of",
-    "work_per_point",
 ]
 
 BATCH, PARAMETER, CONSTRAINT, DERIVED = range(4)
@@ -63,10 +64,18 @@ class Given:
     @property
     def splits_nothing(self) -> bool:
         """Whether every value is whole, so that each operation has one option."""
-        layouts = [known[0] for known in self.inputs.values() if not isinstance(known, int)]
-        layouts += [*filter(None, self.outputs), *self.constraints.values()]
         free = self.relative or self.local or self.spread
-        return not free and all(layout.is_replicated for layout in layouts)
+        return not free and all(layout.is_replicated for layout in self._layouts)
+
+    @property
+    def split_axes(self) -> frozenset[str]:
+        """The axes that split an input, an output or a constraint."""
+        return frozenset(a for layout in self._layouts for a in layout.split_axes)
+
+    @property
+    def _layouts(self) -> list[Layout]:
+        layouts = [known[0] for known in self.inputs.values() if not isinstance(known, int)]
+        return [*layouts, *filter(None, self.outputs), *self.constraints.values()]
 
     def rank(self, rank: int, axis: str) -> int:
         """The rank of an input's shards along an axis."""
@@ -107,10 +116,15 @@ class LayoutDecision:
 
 def work_of(node: fx.Node, machine: Machine) -> float:
     """The seconds of an operation on one device of a machine."""
-    return points(rule_of(Call.of(node)), (), ()) * work_per_point(node, machine)
+    return points(rule_of(Call.of(node)), (), ()) * _work_per_point(node, machine)
 
 
-def work_per_point(node: fx.Node, machine: Machine) -> float:
+def seconds_per_point(node: fx.Node, machine: Machine) -> float:
+    """The seconds that a plan counts for a point of an operation's iteration space: none of an alias."""
+    return 0.0 if is_alias(node) else _work_per_point(node, machine)
+
+
+def _work_per_point(node: fx.Node, machine: Machine) -> float:
     """The seconds per point of an operation's iteration space."""
     known, weight = WEIGHT.get(node, (None, 0.0))
     if known is not machine:

@@ -142,32 +142,27 @@ def _chosen(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
 
 def gathered_axes(given: Given) -> frozenset[str]:
     """Axes that split both parameters and the rows of a batch: parameters are gathered along them."""
-    placed = _placed(given)
-    of_parameters = {a for layout, rank in placed if rank == PARAMETER for a in layout.split_axes}
-    rows = {
-        a for layout, rank in placed if rank == BATCH for a in layout.split_axes if layout.dim_of(a) == 0
-    }
-    return frozenset(of_parameters & rows)
-
-
-def _placed(given: Given) -> list[tuple[Layout, int]]:
-    """The layouts of inputs and of their constraints, with their ranks."""
-    placed = [known for known in given.inputs.values() if not isinstance(known, int)]
-    return placed + [(given.constraints[node], rank) for node, rank in given.ranks.items()]
+    return _beside_parameters(given, rows=True)
 
 
 def _contested(given: Given) -> frozenset[str]:
     """Axes that split both parameters and an inner dim of another input."""
-    placed = _placed(given)
+    return _beside_parameters(given, rows=False)
+
+
+def _beside_parameters(given: Given, rows: bool) -> frozenset[str]:
+    """Axes that split parameters, and the rows or an inner dim of a batch."""
+    placed = [known for known in given.inputs.values() if not isinstance(known, int)]
+    placed += [(given.constraints[node], rank) for node, rank in given.ranks.items()]
     of_parameters = {a for layout, rank in placed if rank == PARAMETER for a in layout.split_axes}
-    inner = {
+    of_batch = {
         axis
         for layout, rank in placed
         if rank == BATCH
         for axis in layout.split_axes
-        if layout.dim_of(axis) != 0
+        if (layout.dim_of(axis) == 0) == rows
     }
-    return frozenset(of_parameters & inner)
+    return frozenset(of_parameters & of_batch)
 
 
 def _restored(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:

@@ -35,7 +35,7 @@ from torchard.sharding.planning.decision import (
     DERIVED,
     Given,
     LayoutDecision,
-    work_per_point,
+    seconds_per_point,
 )
 from torchard.sharding.planning.stakes import Spread
 from torchard.sharding.rules import Call, rule_of
@@ -205,8 +205,8 @@ class Sweep:
         if self.spread is not None:
             self._remember(node, call, homes, option)
         self.decision.raw[node] = option.outs
-        if not is_alias(node):
-            self.decision.work += option.cost(self.sizes).work * work_per_point(node, self.given.machine)
+        rate = seconds_per_point(node, self.given.machine)
+        self.decision.work += option.cost(self.sizes).work * rate
         self.decision.bytes += self._exchanged(call, option)
         ranks = self._ranks_of(call, homes, option)
         if isinstance(VAL.of(node), (tuple, list)):

@@ -13,9 +13,8 @@ from torch import fx
 
 from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.loops import times
-from torchard.functional.programs.tags import STEP, VAL
-from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.planning.decision import Given, work_per_point
+from torchard.functional.programs.tags import COLLECTIVE
+from torchard.sharding.planning.decision import seconds_per_point
 from torchard.sharding.planning.minimum.minimum import improved
 from torchard.sharding.planning.plan import Plan, gathered_axes, lost_axes
 from torchard.sharding.scheduling.partition import partition
@@ -51,55 +50,52 @@ class Figures(NamedTuple):
         )
 
 
-def improved_plan(plan: Plan, mesh: Mesh) -> Plan:
-    """The plan, or a better one; operations on local values are not planned again.
+def improved_plan(plan: Plan, mesh: Mesh) -> tuple[Plan, fx.Graph]:
+    """The plan, or a better one, and its SPMD graph; operations on local values are not planned again.
 
     Axes that split nothing that is given stay idle. Along axes that split both parameters and the rows of
     a batch, parameters are gathered, however few the rows are.
     """
-    free = _split(plan.given) - gathered_axes(plan.given)
+    spmd = _partitioned(plan, mesh)
+    free = plan.given.split_axes - gathered_axes(plan.given)
     axes = [a for a in mesh.axes if a in free and mesh.shape[a] > 1]
     if plan.given.local or not axes:
-        return plan
+        return plan, spmd
     decision = improved(plan.graph, plan.given, mesh.sizes, plan.decision, axes)
     if decision is plan.decision:
-        return plan
+        return plan, spmd
     new = replace(plan, decision=decision)
-    known, found = _figures(plan, mesh), _figures(new, mesh)
+    new_spmd = _partitioned(new, mesh)
+    known, found = _figures(plan, spmd, mesh), _figures(new, new_spmd, mesh)
     decision.bytes, decision.work = found.sending * plan.given.machine.link.bandwidth, found.work
     better = found.dominates(known) and lost_axes(new, mesh) <= lost_axes(plan, mesh)
-    return new if better else plan
+    return (new, new_spmd) if better else (plan, spmd)
 
 
-def _split(given: Given) -> frozenset[str]:
-    """The axes that split an input, an output or a constraint."""
-    layouts = [known[0] for known in given.inputs.values() if not isinstance(known, int)]
-    layouts += [*filter(None, given.outputs), *given.constraints.values()]
-    return frozenset(a for layout in layouts for a in layout.split_axes)
+def _partitioned(plan: Plan, mesh: Mesh) -> fx.Graph:
+    return partition(plan.graph, plan.given, plan.decision, mesh.sizes)
 
 
-def _figures(plan: Plan, mesh: Mesh) -> Figures:
+def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:
     """What a plan costs; a value that several users read in one layout is moved once."""
-    sizes, machine = mesh.sizes, plan.given.machine
-    spmd = partition(plan.graph, plan.given, plan.decision, sizes)
+    machine = plan.given.machine
     needed, late, waits = _before_products(spmd), set[fx.Node](), dict[fx.Node, int]()
     sending, alone, together = 0.0, 0, set[object]()
     for node in spmd.nodes:
         if any(n in late or is_product(n) for n in node.all_input_nodes):
             late.add(node)
         waits[node] = max((waits[n] for n in node.all_input_nodes), default=0)
-        if STEP.on(node) and (step := STEP.of(node)).collective.sends:
-            size = step.elements(sizes) * VAL.of(node).dtype.itemsize * times(node)
-            sending += size / machine.link_of(step.axes, step.kind).bandwidth
+        if COLLECTIVE.on(node):
+            sent = COLLECTIVE.of(node)
+            sending += sent.bytes * times(node) / machine.link_of(sent.axes, sent.kind).bandwidth
             waits[node] += 1
             if node in late and node in needed:
                 alone += times(node)
             else:
-                together.add((waits[node], step.kind, step.axes))
+                together.add((waits[node], sent.kind, sent.axes))
     work = sum(
-        option.cost(sizes).work * work_per_point(node, machine)
+        option.cost(mesh.sizes).work * seconds_per_point(node, machine)
         for node, option in plan.decision.option.items()
-        if not is_alias(node)
     )
     return Figures(sending, alone + len(together), work)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Terms", "TooWide", "minimum"]
+__all__ = ["Table", "Terms", "TooWide", "minimum"]
 
 Table = npt.NDArray[np.float64]
 _LARGEST, _ALL = 4_000_000, 60_000_000  # entries of a table, and of all

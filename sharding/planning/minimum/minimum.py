@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 from torch import fx
 
 from torchard.functional.programs.graphs import output_values
@@ -30,16 +29,14 @@ from torchard.functional.programs.markers import again, enter, leave, row
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option
-from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.planning.decision import Given, LayoutDecision, work_per_point
+from torchard.sharding.planning.decision import Given, LayoutDecision, seconds_per_point
 from torchard.sharding.planning.minimum.choices import Choices, values_of
-from torchard.sharding.planning.minimum.elimination import Terms, TooWide, minimum
+from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide, minimum
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.rules import Call
 
 __all__ = ["Energy", "improved"]
 
-Table = npt.NDArray[np.float64]
 _SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
 _LITTLE = 1e-9
 _TURNS = 4  # times that each axis is tried
@@ -78,13 +75,13 @@ class Energy:
             cost, states = minimum(model.problem)
         except TooWide:
             return None
-        if cost >= model.problem.cost(model.states(now)) * (1 - _LITTLE):
+        if cost >= model.problem.cost(model.states()) * (1 - _LITTLE):
             return None
         return model.decision(states)
 
     def works(self, node: fx.Node, options: tuple[Option, ...]) -> Table:
         """The seconds of the busiest rank, by option."""
-        rate = 0.0 if is_alias(node) else work_per_point(node, self.given.machine)
+        rate = seconds_per_point(node, self.given.machine)
         val = VAL.of(node)
         item = val.dtype.itemsize if hasattr(val, "dtype") else 4
         key = options, rate, item
@@ -174,8 +171,8 @@ class _Model:
             outs = tuple(o.outs[i] for o in options)
             layouts = tuple(self.choices.layouts[value])
             here = self._value(value, layouts)
-            tied = tied or value in self.choices.staying
-            costs = _equal(outs, layouts) if tied else self.table(outs, layouts, *_element(value))
+            fixed = tied or value in self.choices.staying
+            costs = _equal(outs, layouts) if fixed else self.table(outs, layouts, *_element(value))
             self.problem.add((at, here), costs)
 
     def _edge(
@@ -192,15 +189,12 @@ class _Model:
 
     # -- decisions --------------------------------------------------------------------------------
 
-    def states(self, decision: LayoutDecision) -> list[int]:
-        """The states of a decision."""
-        states = [0] * len(self.problem.sizes)  # options begin with that of the decision
+    def states(self) -> list[int]:
+        """The states of the decision that is improved: the first, but for computed values."""
+        states = [0] * len(self.problem.sizes)
         for node, at in self.of_value.items():
-            known = self.given.inputs.get(node)
-            home = decision.home.get(node)
-            if home is None and isinstance(known, int):
-                home = decision.outputs[known]
-            states[at] = self.layouts[node].index(home)
+            if node not in self.given.inputs:
+                states[at] = self.layouts[node].index(self.choices.now.home[node])
         return states
 
     def decision(self, states: list[int]) -> LayoutDecision:

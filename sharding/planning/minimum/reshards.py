@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torchard.functional.machines.machine import Machine
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.reshard import plan
-from torchard.sharding.planning.minimum.elimination import TooWide
+from torchard.sharding.planning.minimum.elimination import Table, TooWide
 
 __all__ = ["Reshards"]
 
-Table = npt.NDArray[np.float64]
 _MOST = 4000  # pairs of layouts
 _FIRST = 1e-12  # seconds of a collective: of equal plans, that with the fewest is chosen
+
 
 class _Seconds(NamedTuple):
     """The seconds of a reshard for each byte of an element, and for each time it is done."""
 
     per_byte: float
     per_time: float
+
 
 class Reshards:
     """The costs of reshards on one mesh of one machine.
