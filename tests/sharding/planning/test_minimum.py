@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchard import Mesh, P, ShapeDtype, repeat, shard
+from torchard import Link, Machine, Mesh, P, ShapeDtype, repeat, shard
+from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.scheduling.improved import Figures
+from torchard.sharding.values.spec import layout_of
 
 DP, TP = Mesh({"dp": 4}, virtual=True), Mesh({"tp": 4}, virtual=True)
 
@@ -28,6 +30,15 @@ DP, TP = Mesh({"dp": 4}, virtual=True), Mesh({"tp": 4}, virtual=True)
 )
 def test_better_on_every_machine(found: Figures, better: bool) -> None:
     assert found.dominates(Figures(1.0, 10, 1.0)) is better
+
+
+def test_a_reshard_takes_its_bytes_and_a_latency_in_each_iteration() -> None:
+    machine = Machine("m", {"float32": 1.0}, 1.0, links={"tp": Link(1000.0, 7.0)})
+    rows, whole = layout_of(P("tp"), (8, 5), TP), layout_of(P(), (8, 5), TP)
+    reshards = Reshards(TP.sizes, machine)
+    gather = 8 * 5 * 3 / 4 * 2 / 1000
+    assert reshards.seconds(rows, whole, 2, 3) == pytest.approx(3 * (gather + 7))
+    assert reshards.seconds(whole, rows, 2, 3) == pytest.approx(0)
 
 
 def sent(run: Any, *args: Any) -> list[tuple[str, int]]:
