@@ -152,7 +152,8 @@ class Circle:
         message, rank = round_.receive(patience), self.ranks[round_.source]
         mine, other = message[:_LENGTH], message[_LENGTH:]
         for heard in ((rank + 1).to_bytes(8, "little") + mine, other):
-            if heard != _NONE and heard[8:] != self._mine and _number(heard) < _number(self._other):
+            differs = heard != _NONE and _what(heard[8:]) != _what(self._mine)
+            if differs and _number(heard) < _number(self._other):
                 self._other = heard
 
     def end(self, patience: datetime.timedelta) -> None:
@@ -171,6 +172,11 @@ class Circle:
         """A rank that makes a different call, and that call; None if there is none."""
         rank = int.from_bytes(self._other[:8], "little")
         return (rank - 1, PlanCall.decoded(self._other[8:])) if rank else None
+
+
+def _what(call: bytes) -> list[bytes]:
+    """What has to be equal in calls: not the text, which has the line of the first call on each rank."""
+    return call.split(b"\n", 3)[:3]
 
 
 def _number(heard: bytes) -> float:
@@ -229,14 +235,17 @@ class CallOrder:
         except _Lost as lost:
             failed(lost.error, self._circles[lost.circle], self.name)
 
-    def join(self, missing: Sequence[int]) -> None:
+    def join(self, missing: Sequence[int], withdraw: Callable[[], None]) -> None:
         """Compare this call, of a new plan, with those in which missing ranks wait for this one, if any.
+
+        Args:
+            withdraw: takes back what those ranks would read if they went on after the comparison.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveError: see `compare`.
         """
         try:
-            _join(self.mesh, missing, self._call)
+            _join(self.mesh, missing, self._call, withdraw)
         except _Lost as lost:
             ranks = ", ".join(map(str, lost.circle.ranks))
             raise CollectiveError(
@@ -304,8 +313,17 @@ def _exchange_calls(mine: dict[Circle, PlanCall], patience: datetime.timedelta) 
         raise
 
 
-def _join(mesh: Mesh, others: Sequence[int], call: Callable[[Circle], PlanCall]) -> bool:
-    """Take part in comparisons in which others wait for this rank; return whether there was one."""
+def _join(
+    mesh: Mesh,
+    others: Sequence[int],
+    call: Callable[[Circle], PlanCall],
+    before: Callable[[], None] = lambda: None,
+) -> bool:
+    """Take part in comparisons in which others wait for this rank; return whether there was one.
+
+    Args:
+        before: called before anything is sent.
+    """
     found = False
     for rank in others:
         for ranks, begun in waits_of(rank):
@@ -314,6 +332,7 @@ def _join(mesh: Mesh, others: Sequence[int], call: Callable[[Circle], PlanCall])
             circle = _circle(mesh.host_group, ranks)
             if begun == circle.begun + 1:  # or it has met this rank since
                 found = True
+                before()
                 _meet({circle: call(circle)}, mesh.patience)
     return found
 

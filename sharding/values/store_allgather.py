@@ -86,6 +86,7 @@ class _Turns:
 
 
 _turns = _Turns()
+Meanwhile = Callable[[Sequence[int], Callable[[], None]], None]
 _WAIT_LONGER = (
     "It has ended, or is busy for longer than this; in that case pass a larger timeout to Mesh (by "
     "default it is the process group's)."
@@ -103,7 +104,7 @@ def exchange(
     mine: Any,
     timeout: float | None = None,
     remedy: str = _WAIT_LONGER,
-    meanwhile: Callable[[Sequence[int]], None] | None = None,
+    meanwhile: Meanwhile | None = None,
 ) -> list[Any]:
     """The JSON values of all ranks of the mesh, in the mesh's order of ranks.
 
@@ -115,8 +116,9 @@ def exchange(
         mine: this rank's value.
         timeout: seconds; by default ``mesh.timeout``.
         remedy: what to do about a rank that sent nothing, for messages.
-        meanwhile: called now and then with the ranks that are waited for. If it raises, this exchange did
-            not take place.
+        meanwhile: called now and then with the ranks that are waited for, and a function that withdraws
+            this rank's value. It must do that before it sends anything by which those ranks go on, as
+            they may come to another exchange at once. If it raises, this exchange did not take place.
 
     Raises:
         ExchangeError: a rank sent nothing within the timeout, or the store does not answer; names the
@@ -166,14 +168,11 @@ class _Board:
         """Delete the last turn's report: a rank that is at this turn has read it."""
         self._ask(lambda: self.store.delete_key(key_of(f"{self.turn - 1}", rank)))
 
-    def take_back(self, rank: int) -> None:
-        """Delete this rank's report; the turn was not taken."""
+    def withdraw(self, rank: int) -> None:
+        """Delete this rank's report."""
         self._ask(lambda: self.store.delete_key(key_of(f"{self.turn}", rank)))
-        _turns.next -= 1
 
-    def wait(
-        self, ranks: Sequence[int], remedy: str, meanwhile: Callable[[Sequence[int]], None] | None
-    ) -> None:
+    def wait(self, ranks: Sequence[int], remedy: str, meanwhile: Meanwhile | None) -> None:
         """Wait until all these ranks have reported, or one an error."""
         end = time.monotonic() + self.seconds
         look, pause = time.monotonic() + _LOOK, _SOON
@@ -186,20 +185,19 @@ class _Board:
             pause = min(1.5 * pause, _SELDOM)
 
     def _look(
-        self,
-        ranks: Sequence[int],
-        remedy: str | None,
-        meanwhile: Callable[[Sequence[int]], None] | None,
+        self, ranks: Sequence[int], remedy: str | None, meanwhile: Meanwhile | None
     ) -> None:
         """See which ranks are missing, and why; it is too late for them if there is a remedy."""
         missing = [rank for rank in ranks if not self.has(rank)]
+        withdraw = functools.partial(self.withdraw, dist.get_rank())
         try:
             if meanwhile is not None:
-                meanwhile(missing)
-        except RankFailed:
+                meanwhile(missing, withdraw)
+        except RankFailed:  # which has ended this exchange for the rank that failed, too
             raise
         except Exception:
-            self.take_back(dist.get_rank())
+            withdraw()
+            _turns.next -= 1  # the turn was not taken
             raise
         for rank in ranks:
             if rank not in missing:

@@ -68,8 +68,9 @@ def test_processes_that_others_start_count() -> None:
 def test_a_job_that_waits_for_ever_is_ended(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text("print('begun', flush=True)\nimport threading\nthreading.Event().wait()")
-    with pytest.raises(AssertionError, match=r"next to nothing for [1-9]\d* seconds\nbegun"):
+    with pytest.raises(AssertionError, match=r"next to nothing for [1-9]\d* seconds\nbegun") as told:
         forked.run([str(script)], tmp_path, 1.0)
+    assert 'waits.py", line 3 in <module>' in str(told.value)  # where it waits
 
 
 HANGS = """

@@ -24,7 +24,7 @@ warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarn
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from forked_ranks import forked_ranks  # noqa: E402
+from forked_ranks import of_each_rank  # noqa: E402
 
 import torchard.sharding.values.mesh as mesh_module  # noqa: E402
 from torchard import (  # noqa: E402
@@ -41,7 +41,7 @@ from torchard import (  # noqa: E402
 )
 from torchard.functional.torch_internals.accessors import optional as internals  # noqa: E402
 from torchard.sharding.lowering import call_order  # noqa: E402
-from torchard.sharding.values import host_links  # noqa: E402
+from torchard.sharding.values import host_links, notes, store_allgather  # noqa: E402
 
 # Calls in a round, and how often a rank keeps to the order of the others.
 CALLS, KEEPS = 4, 0.7
@@ -214,6 +214,32 @@ def lost_in_a_comparison(rank: int) -> list[str]:
     return [joined(fn) for fn in (torch.amax, fails)]
 
 
+def going_on_at_once(rank: int) -> list[Any]:
+    """Rank 0 has a new plan, for which the others do not wait; all of them then make another call.
+
+    With, on rank 0, whether it is still known to wait for the others when it tells them of its plan.
+    """
+    call_order._circle.cache_clear()
+    mesh, store = Mesh({"tp": dist.get_world_size()}), internals.default_store()
+    run, new = (shard(fn, mesh, out_specs=P()) for fn in (torch.sum, torch.amin))
+    x, reports = place(torch.arange(6.0), mesh, P("tp")), []
+    send = host_links.HostLink.send
+
+    def told(link: host_links.HostLink, message: bytes) -> None:
+        turn = store_allgather.next_turn() - 1
+        reports.append(store.check([notes.key_of(f"{turn}", 0)]))
+        send(link, message)
+
+    found: list[Any] = [outcome(lambda: float(run(x)) == 15.0)]
+    if rank:
+        found.append(outcome(lambda: float(run(x)) == 15.0))
+    else:
+        with mock.patch.object(host_links.HostLink, "send", told):
+            found.append(outcome(lambda: float(new(x)) == 0.0))
+    y = place(torch.arange(6.0) + 1, mesh, P("tp"))
+    return [*found, outcome(lambda: float(new(y)) == 1.0), reports[:1]]
+
+
 def found_by(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
@@ -228,18 +254,19 @@ def found_by(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
     beside = beside_another_backend(rank, world)
     linked = [at.by_links for at in call_order._circle(mesh.host_group, tuple(range(world))).rounds]
     ways = (KeyboardInterrupt(), RuntimeError("Timed out"))
+    onwards = going_on_at_once(rank)
     left = [given_up(rank, how) for how in ways]
     lost = lost_in_a_comparison(rank)
     dist.destroy_process_group()
     found = {"alone": [*first, looked, *last], "calls": calls, "threads": threads}
-    return {**found, "beside": beside, "linked": linked, "left": left, "lost": lost}
+    after = {"onwards": onwards, "left": left, "lost": lost}
+    return {**found, "beside": beside, "linked": linked, **after}
 
 
 def main(world: int, folder: str, rounds: int) -> None:
     # Forked: to load torch again takes each rank longer than all calls.
-    with forked_ranks(world) as ranks:
-        run = functools.partial(found_by, world=world, folder=folder, rounds=rounds)
-        print(json.dumps(list(ranks.map(run, range(world)))), flush=True)
+    run = functools.partial(found_by, world=world, folder=folder, rounds=rounds)
+    print(json.dumps(of_each_rank(run, world)), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarn
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from forked_ranks import forked_ranks  # noqa: E402
+from forked_ranks import of_each_rank  # noqa: E402
 from torch._dynamo import register_backend  # noqa: E402
 
 from torchard import (  # noqa: E402
@@ -177,8 +177,7 @@ def found_by(rank: int, folder: str) -> dict[str, Any]:
 
 def main(folder: str) -> None:
     # Forked: to load torch again takes each rank longer than all calls.
-    with forked_ranks(WORLD) as ranks:
-        print(json.dumps(list(ranks.map(functools.partial(found_by, folder=folder), range(WORLD)))))
+    print(json.dumps(of_each_rank(functools.partial(found_by, folder=folder), WORLD)))
 
 
 if __name__ == "__main__":

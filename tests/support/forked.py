@@ -6,6 +6,7 @@ Loading it takes longer than most of these scripts, and under torchrun every ran
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -27,8 +28,8 @@ from progress import Watch, computed
 
 __all__ = ["Job", "run", "survivors", "told"]
 
-# Seconds for a process that was killed to be gone.
-GONE = 30
+# Seconds for a process that was killed to be gone, and for one that hangs to say where.
+GONE, SAID = 30, 3
 # With what scripts would import only when they come to it.
 LOADED = [
     *("torchard", "matplotlib.pyplot", "pydoc_data.topics", "tqdm"),
@@ -111,10 +112,17 @@ class Job:
         while not self._ended.wait(seconds / 20):
             if said := watch.hangs():
                 self.late = said
+                for pid in self._pids():  # where its threads are, on stderr
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGUSR2)
+                self._ended.wait(SAID)
                 return self._kill()
 
+    def _pids(self) -> list[int]:
+        return [self._process.pid, *survivors(self.folder)]
+
     def _kill(self) -> None:
-        for pid in [self._process.pid, *survivors(self.folder)]:
+        for pid in self._pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -214,6 +222,7 @@ def _as_new(args: list[str], env: Mapping[str, str]) -> None:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR2)
     # The server's way would leave semaphores to somebody who outlives this process.
     multiprocessing.set_start_method(None, force=True)
     for stream in (sys.stdout, sys.stderr):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import multiprocessing
+import os
 import sys
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["forked_ranks", "print_found"]
+__all__ = ["forked_ranks", "of_each_rank", "print_found"]
 
 # What one rank finds, of its number and the number of ranks.
 Check = Callable[[int, int], Any]
@@ -30,13 +32,27 @@ def forked_ranks(world: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(world, fork, initializer=torch.set_num_threads, initargs=(1,))
 
 
+def of_each_rank(found_by: Callable[[int], Any], world: int) -> list[Any]:
+    """What each rank finds, of its number; an error of one ends all, as others may wait for it."""
+    with forked_ranks(world) as ranks:
+        return list(ranks.map(functools.partial(_or_end, found_by), range(world)))
+
+
+def _or_end(found_by: Callable[[int], Any], rank: int) -> Any:
+    try:
+        return found_by(rank)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def print_found(found_by: Check) -> None:
     """What ``python script.py WORLD STORE`` does: print as JSON what each rank of a gloo group finds."""
     world, store = int(sys.argv[1]), sys.argv[2]
     # Forked: to load torch again takes each rank as long as a third of the checks.
-    with forked_ranks(world) as ranks:
-        run = functools.partial(_in_a_group, found_by, world=world, store=store)
-        print(json.dumps(list(ranks.map(run, range(world)))), flush=True)
+    run = functools.partial(_in_a_group, found_by, world=world, store=store)
+    print(json.dumps(of_each_rank(run, world)), flush=True)
 
 
 def _in_a_group(found_by: Check, rank: int, world: int, store: str) -> Any:

@@ -67,6 +67,13 @@ def test_a_rank_that_loses_others_in_their_call_is_told_so(ranks: Results) -> No
     assert not {"right", "wrong"} & {each for found in others for each in found}
 
 
+def test_ranks_may_go_on_as_soon_as_they_know_of_a_new_plan(ranks: Results) -> None:
+    """Who tells them no longer waits for them then, or they would meet what it waits with."""
+    first, *others = (found["onwards"] for found in ranks)
+    assert first == ["right", "PlanMismatch", "right", [False]]
+    assert others == [["right", "PlanMismatch", "right", []]] * len(others)
+
+
 def test_beside_another_backend(ranks: Results) -> None:
     want = ["right", "right", "PlanMismatch", "right"]
     assert [found["beside"] for found in ranks] == [want] * len(ranks)
