@@ -28,6 +28,7 @@ with needed():
     )
     from torchard.functional.torch_internals.accessors import (
         fakes,
+        gloo_threads,
         graphs,
         modules,
         multi_tensor,
@@ -36,6 +37,7 @@ with needed():
         tensors,
     )
     from torchard.functional.torch_internals.accessors.fakes import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.gloo_threads import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.graphs import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.modules import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.multi_tensor import *  # noqa: F403
@@ -53,6 +55,7 @@ with needed():
 
 __all__: list[str] = []
 __all__ += fakes.__all__
+__all__ += gloo_threads.__all__
 __all__ += graphs.__all__
 __all__ += modules.__all__
 __all__ += multi_tensor.__all__

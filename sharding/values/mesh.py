@@ -121,6 +121,7 @@ class Mesh:
             self.coords = self._own_coordinate(self.device_mesh)
             self.patience = patience_of(dist.group.WORLD, self.device_mesh.device_type)
             self.host_group = _host_group(dist.group.WORLD, self.identity[2], self.patience)
+            internals.let_gloo_wait()
         self.timeout = self.patience.total_seconds() if timeout is None else timeout
 
     def _own_coordinate(self, device_mesh: DeviceMesh) -> dict[str, int]:
@@ -257,6 +258,7 @@ def _subgroup(mesh: Mesh, rows: list[list[int]]) -> Any:
     assert mesh.device_mesh is not None
     timeout = internals.timeout_of(dist.group.WORLD, mesh.device_mesh.device_type)
     own, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
+    internals.let_gloo_wait()  # a group has a thread of its own
     return own
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,6 +39,15 @@ def measured_machine(rank: int, world: int) -> dict[str, Any]:
     }
 
 
+def policies_of_threads(rank: int, world: int) -> list[bool]:
+    """Of this thread, and of those that move gloo's messages: whether they displace others."""
+    mesh = Mesh({"x": world, "y": 1})
+    mesh.group(("x", "y"))  # has a thread of its own
+    threads = Path("/proc/self/task").iterdir()
+    loops = [int(thread.name) for thread in threads if "tcp_loop" in (thread / "comm").read_text()]
+    return [os.sched_getscheduler(number) == os.SCHED_OTHER for number in (0, *loops)]
+
+
 def one_rank_measures_alone(rank: int, world: int) -> list[str]:
     """What rank 0 is told, which alone measures its mesh, and then alone measures itself."""
     mesh, said = Mesh({"x": world}, timeout=3.0), []
@@ -52,4 +63,6 @@ def one_rank_measures_alone(rank: int, world: int) -> list[str]:
     return said
 
 
-CHECKS = {f.__name__: f for f in (measured_machine, one_rank_measures_alone)}
+CHECKS = {
+    f.__name__: f for f in (measured_machine, policies_of_threads, one_rank_measures_alone)
+}

@@ -94,6 +94,12 @@ def test_ranks_measure_one_machine(ranks: Results) -> None:
 
 
 @on_two
+def test_threads_that_move_messages_displace_none_that_compute(ranks: Results) -> None:
+    for own, *loops in every(ranks, "policies_of_threads"):
+        assert own and len(loops) >= 2 and not any(loops)
+
+
+@on_two
 def test_a_rank_that_measures_alone(ranks: Results) -> None:
     mesh, itself = every(ranks, "one_rank_measures_alone")[0]
     assert mesh == (
