@@ -1,16 +1,14 @@
-"""Quantiles of collectives between computations on two gloo ranks, bound to cores or not.
+"""Quantiles of collectives between computations on two gloo ranks, by the policy of gloo's threads.
 
     python benchmarks/wakeups.py            two ranks; half a minute
 
-A collective passes through threads of gloo's. Linux may wake a thread on a core that computes, where it
-waits for the next tick of the scheduler: up to 4 ms at 250 Hz, for a transfer of 0.1 ms. How often this
-happens changes within seconds, so a step of a few ms has no time that is its own; `predicted.py` shows by
-how much such steps are mispredicted.
+A message wakes a thread of gloo's. If it displaces a thread that holds the lock of the connection, it
+asks for the lock until the next tick of the scheduler: up to 4 ms at 250 Hz, for a transfer of 0.1 ms.
+How often this happens changes within seconds. After a `Mesh` has been made, such threads displace none.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +18,8 @@ import torch
 import torch.distributed as dist
 from bench import aligned, machine
 from rivals import on_ranks
+
+from torchard import Mesh
 
 SIZE, ROUNDS, WARMUP = 1024, 300, 20
 COMPUTED = (0, 100, 300, 1000)  # microseconds between collectives
@@ -51,9 +51,9 @@ def collectives() -> dict[str, Callable[[], Any]]:
     }
 
 
-def timed(bound: bool) -> list[list[str]]:
-    if bound:
-        os.sched_setaffinity(0, {dist.get_rank() % (os.cpu_count() or 1)})
+def timed(waits: bool) -> list[list[str]]:
+    if waits:
+        Mesh({"dp": dist.get_world_size()})
     rows = []
     for name, run in collectives().items():
         for microseconds in COMPUTED:
@@ -66,14 +66,14 @@ def timed(bound: bool) -> list[list[str]]:
                 took.append(1e3 * (time.perf_counter() - began))
             cuts = statistics.quantiles(took[WARMUP:], n=20)
             each = [cuts[0], cuts[9], cuts[14], cuts[17], cuts[18], statistics.fmean(took[WARMUP:])]
-            where = "bound" if bound else "free"
-            rows.append([name, where, str(microseconds), *(f"{t:.2f}" for t in each)])
+            how = "waits" if waits else "displaces"
+            rows.append([name, how, str(microseconds), *(f"{t:.2f}" for t in each)])
     return rows
 
 
 def main() -> None:
-    rows = [row for bound in (False, True) for row in on_ranks(timed, bound)]
-    head = ["collective", "ranks", "µs computed", "5 %", "50 %", "75 %", "90 %", "95 %", "mean"]
+    rows = [row for waits in (False, True) for row in on_ranks(timed, waits)]
+    head = ["collective", "gloo", "µs computed", "5 %", "50 %", "75 %", "90 %", "95 %", "mean"]
     print(f"{machine()}\nmilliseconds of a collective of 4 kB\n{aligned([head, *rows])}")
 
 

@@ -155,6 +155,7 @@ class Distributed(_OnMesh):
     ) -> int:
         """The number of a new plan, once all ranks have it, and have compiled it if it is compiled."""
         number = agreed(order, program, self.check_replicated, parts)
+        internals.let_gloo_wait()  # also in the groups that were made for this plan
         if isinstance(bound, Compiling):
             try:
                 bound.prepare(parts)

@@ -22,6 +22,7 @@ from torchard.sharding.measuring import calibration
 from torchard.sharding.measuring.links import links_of, overlap, seconds_of_call
 from torchard.sharding.measuring.operations import Sample, mean_of_ranks, median_seconds, timed
 from torchard.sharding.measuring.rates import Rates, explained
+from torchard.sharding.measuring.steps import as_in_steps
 from torchard.sharding.values.mesh import Mesh, MeshError
 from torchard.sharding.values.store_allgather import exchange
 
@@ -152,9 +153,8 @@ def _on(mesh: Mesh, machine: Machine) -> Machine:
         shares.append(overlap(mesh, axis, replace(machine, links=links)))
     slowest = min(links.values(), key=lambda link: link.bandwidth, default=machine.link)
     overlaps, hides = (min(each) for each in zip(*shares, strict=True)) if shares else (1.0, 1.0)
-    return _agreed(
-        replace(machine, links=links, link=slowest, overlaps=overlaps, hides=hides)
-    )
+    parts = replace(machine, links=links, link=slowest, overlaps=overlaps, hides=hides)
+    return as_in_steps(mesh, _agreed(parts)) if links else parts
 
 
 def _alone() -> float:

@@ -257,9 +257,7 @@ def _subgroup(mesh: Mesh, rows: list[list[int]]) -> Any:
     """This rank's group among several."""
     assert mesh.device_mesh is not None
     timeout = internals.timeout_of(dist.group.WORLD, mesh.device_mesh.device_type)
-    own, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
-    internals.let_gloo_wait()  # a group has a thread of its own
-    return own
+    return dist.new_subgroups_by_enumeration(rows, timeout=timeout)[0]
 
 
 def patience_of(group: Any, device_type: str) -> datetime.timedelta:

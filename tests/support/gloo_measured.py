@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchard import Mesh, P, ShapeDtype, machines, shard
-from torchard.sharding.measuring import calibration, links
+from torchard.sharding.measuring import calibration, links, steps
 from torchard.sharding.measuring.calibration import Size
 from torchard.sharding.values import store_allgather
 
@@ -24,6 +24,7 @@ def measured_machine(rank: int, world: int) -> dict[str, Any]:
     with (
         mock.patch.object(calibration, "SIZES", (Size(1, 16, 32),)),
         mock.patch.object(links, "_SIZES", (2**8, 2**12, 2**14)),
+        mock.patch.multiple(steps, _SMALL=Size(1, 8, 16), _LARGE=Size(1, 16, 32)),
     ):
         machine = machines.measure(mesh)
     product = shard(torch.mm, mesh, (P(None, "x"), P("x")), P())
@@ -43,6 +44,7 @@ def policies_of_threads(rank: int, world: int) -> list[bool]:
     """Of this thread, and of those that move gloo's messages: whether they displace others."""
     mesh = Mesh({"x": world, "y": 1})
     mesh.group(("x", "y"))  # has a thread of its own
+    shard(torch.sum, mesh, P("x"))(torch.ones(world))
     threads = Path("/proc/self/task").iterdir()
     loops = [int(thread.name) for thread in threads if "tcp_loop" in (thread / "comm").read_text()]
     return [os.sched_getscheduler(number) == os.SCHED_OTHER for number in (0, *loops)]

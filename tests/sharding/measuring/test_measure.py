@@ -10,7 +10,7 @@ import torch
 
 from torchard import Link, Machine, Mesh, MeshError, jit, machines
 from torchard.sharding.layouts.collective_ops import CollectiveOp
-from torchard.sharding.measuring import calibration
+from torchard.sharding.measuring import calibration, steps
 from torchard.sharding.measuring.calibration import Size
 from torchard.sharding.measuring.links import fitted
 from torchard.sharding.measuring.operations import Sample
@@ -69,6 +69,27 @@ def test_a_link_may_be_of_any_collective_that_sends() -> None:
     links = {f"dp/{kind}": Link(1.0 + n) for n, kind in enumerate(kinds)}
     machine = Machine("m", {"float32": 1e9}, 1e9, links=links)
     assert [machine.link_of(["dp"], kind) for kind in kinds] == [*links.values()] and len(kinds) == 6
+
+
+def test_steps_that_take_longer_than_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one, by slower launches and latencies; a large one, by rates: its launches are known."""
+    seen: list[tuple[Machine, Size]] = []
+
+    def longer(mesh: Mesh, machine: Machine, size: Size) -> float:
+        seen.append((machine, size))
+        return 2.0 if len(seen) == 1 else 3.0
+
+    monkeypatch.setattr(steps, "_longer", longer)
+    links = {"dp": Link(6e6, 1e-3), "dp/send": Link(3e6, 2e-3)}
+    machine = Machine("m", {"float32": 6e9}, 9e9, launch=1e-6, view=2e-6, call=3e-6, links=links)
+    found = steps.as_in_steps(Mesh({"dp": 2}, virtual=True), machine)
+    slow = {"launch": 2e-6, "view": 4e-6, "call": 6e-6}
+    assert seen[1][0] == replace(
+        machine, **slow, links={"dp": Link(6e6, 2e-3), "dp/send": Link(3e6, 4e-3)}
+    )
+    assert seen[0][1].width < seen[1][1].width
+    links = {"dp": Link(2e6, 2e-3), "dp/send": Link(1e6, 4e-3)}
+    assert found == replace(machine, **slow, flops={"float32": 2e9}, bandwidth=3e9, links=links)
 
 
 def test_a_virtual_mesh_has_no_rates() -> None:
