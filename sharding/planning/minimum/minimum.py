@@ -9,9 +9,10 @@ by the bandwidth of its axes, and a latency for each collective. What is in a lo
 runs. Inputs and constraints fix layouts, and outputs have those of the plan that is improved; a carry has
 one layout, and a cotangent that of its output.
 
-The minimum is exact along one axis, given what the others do; axes take turns until none improves the
-plan. Not in the sum: that a value which several operations read in one layout is moved once, that a view
-is moved by its base, and that collectives are merged.
+The minimum is exact along one axis, given what the others do, or has a bound where that takes too long
+(`bounds.py`); axes take turns until none improves the plan. Not in the sum: that a value which several
+operations read in one layout is moved once, that a view is moved by its base, and that collectives are
+merged.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option
 from torchard.sharding.planning.decision import Given, LayoutDecision, seconds_per_point
+from torchard.sharding.planning.minimum.bounds import solved
 from torchard.sharding.planning.minimum.choices import Choices, values_of
-from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide, minimum
+from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.rules import Call
 
@@ -72,12 +74,12 @@ class Energy:
         """The cheapest decision that differs along one axis only; None if that is none."""
         try:
             model = _Model(self, Choices(self.graph, self.given, self.sizes, axis, now))
-            cost, states = minimum(model.problem)
+            found = solved(model.problem)
         except TooWide:
             return None
-        if cost >= model.problem.cost(model.states()) * (1 - _LITTLE):
+        if found.cost >= model.problem.cost(model.states()) * (1 - _LITTLE):
             return None
-        return model.decision(states)
+        return model.decision(found.states)
 
     def works(self, node: fx.Node, options: tuple[Option, ...]) -> Table:
         """The seconds of the busiest rank, by option."""

@@ -1,4 +1,4 @@
-"""The exact minimum of sums over variables with few states, beside that of all their assignments."""
+"""The minimum of sums over variables with few states, and bounds of it, beside all their assignments."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchard.sharding.planning.minimum import bounds, elimination
+from torchard.sharding.planning.minimum.bounds import solved
 from torchard.sharding.planning.minimum.elimination import Terms, TooWide, minimum
 
 COSTS = st.one_of(st.integers(0, 9).map(float), st.just(float("inf")))
@@ -34,12 +36,45 @@ def problems(draw: st.DrawFn) -> Terms:
     return problem
 
 
+def best(problem: Terms) -> float:
+    return min(map(problem.cost, itertools.product(*map(range, problem.sizes))))
+
+
 @given(problems())
 def test_the_minimum_is_that_of_all_assignments(problem: Terms) -> None:
     cost, states = minimum(problem)
-    all_states = itertools.product(*map(range, problem.sizes))
-    assert cost == min(map(problem.cost, all_states))
+    assert cost == best(problem)
     assert problem.cost(states) == cost
+
+
+def dense(seed: int) -> Terms:
+    """Six variables of three states, of which each two have a term in common."""
+    random, problem = np.random.default_rng(seed), Terms()
+    each = [problem.variable(random.integers(0, 9, 3).astype(float)) for _ in range(6)]
+    for u, v in itertools.combinations(each, 2):
+        problem.add((u, v), random.integers(0, 9, (3, 3)).astype(float))
+    return problem
+
+
+def test_what_is_too_wide_to_eliminate_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No assignment costs less; what is in no cheaper one is left out, and the rest is eliminated."""
+    monkeypatch.setattr(bounds, "_BEAMS", (2, 1))
+    exact = certified = 0
+    for seed in range(60):
+        problem, largest = dense(seed), (3**5, 2**6)[seed % 2]
+        monkeypatch.setattr(elimination, "_LARGEST", largest)
+        (cost, states, bound), least = solved(problem), best(problem)
+        assert cost == problem.cost(states) and bound - 1e-9 <= least <= cost
+        certified += cost == bound
+        exact += cost == least
+    assert 10 < certified < exact < 60
+
+
+def test_states_within_a_bound_contain_the_minimum() -> None:
+    for problem in map(dense, range(60)):
+        cost, states = minimum(problem)
+        kept = bounds._Dual(problem).within(cost)
+        assert all(state in known for state, known in zip(states, kept, strict=True))
 
 
 def test_a_chain_of_equal_links_is_combined_once(monkeypatch: pytest.MonkeyPatch) -> None:

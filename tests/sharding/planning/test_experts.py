@@ -19,7 +19,6 @@ MORE = {
     "generator step, shape of the batch": "noise is drawn whole: nothing that is split reads it",
     "Muon, rows split": "the minimum computes more than the plan by rules",
     "Muon step, fully sharded": "an axis that splits parameters and a batch is planned by rules",
-    "Llama, 2 layers, last dims split, prompt": "the elimination is too wide",
     "Llama, 2 layers, last dims split, gradient of inputs": "halves of q and k are summed apart",
     "SimCLR": "diagonal_scatter has no rule",
     "nearest neighbours, queries split": "_euclidean_dist has no rule",

@@ -1,0 +1,136 @@
+"""A minimum where exact elimination is too wide: near it, with a lower bound that says how near.
+
+The bound is the dual of the linear relaxation, by block-coordinate ascent (MPLP: Globerson & Jaakkola,
+"Fixing Max-Product", NIPS 2007): each term of two variables hands half of its smallest cost in each state
+to either of them. What a state then costs at least, beside the best one of its variable, says which
+states to keep: the cheapest few, a beam, give a solution, and with that all whose excess is at most the
+difference between solution and bound, among which the minimum is (reduced-cost fixing).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide, minimum
+
+__all__ = ["Solution", "solved"]
+
+_IMPOSSIBLE = 1e3  # seconds, in the place of infinitely many
+_SWEEPS, _STALLS = 60, 1e-4
+_BEAMS = (8, 5, 3)  # states of each variable
+
+
+class Solution(NamedTuple):
+    """States of all variables, what they cost, and what all states cost at least."""
+
+    cost: float
+    states: list[int]
+    bound: float
+
+
+def solved(problem: Terms) -> Solution:
+    """The minimum, or a solution near it.
+
+    Raises:
+        TooWide: the smallest beam is too wide.
+    """
+    try:
+        cost, states = minimum(problem)
+        return Solution(cost, states, cost)
+    except TooWide:
+        dual = _Dual(problem)
+    near = _within(problem, *(dual.cheapest(count) for count in _BEAMS))
+    kept = dual.within(near.cost)
+    try:
+        cost, states = _restricted(problem, kept)
+    except TooWide:
+        return near._replace(bound=dual.bound)
+    return Solution(cost, states, cost)
+
+
+def _within(problem: Terms, *beams: list[list[int]]) -> Solution:
+    """The minimum in the first beam that is not too wide."""
+    for beam in beams:
+        try:
+            cost, states = _restricted(problem, beam)
+        except TooWide:
+            continue
+        return Solution(cost, states, -np.inf)
+    raise TooWide
+
+
+def _restricted(problem: Terms, kept: list[list[int]]) -> tuple[float, list[int]]:
+    """The minimum over some states of each variable."""
+    part, tables = Terms(), dict[object, Table]()
+    part.sizes = [len(states) for states in kept]
+    for scope, table in problem.terms:
+        some = [kept[v] for v in scope]
+        key = id(table), tuple(map(tuple, some))
+        if key not in tables:
+            tables[key] = table[np.ix_(*some)]
+        part.terms.append((scope, tables[key]))
+    cost, states = minimum(part)
+    return cost, [kept[v][state] for v, state in enumerate(states)]
+
+
+class _Dual:
+    """The dual bound of a problem, and the least costs of states that it gives.
+
+    Attributes:
+        least: for each variable, what terms of others have handed to its states, with its own costs.
+        bound: no solution costs less.
+    """
+
+    def __init__(self, problem: Terms) -> None:
+        self.least = [np.zeros(size) for size in problem.sizes]
+        pairs: dict[tuple[int, int], Table] = {}
+        for scope, table in problem.terms:
+            finite = np.minimum(table, _IMPOSSIBLE)
+            if len(scope) == 1:
+                self.least[scope[0]] += finite
+            elif scope in pairs or scope[::-1] not in pairs:
+                pairs[scope[0], scope[1]] = pairs.get((scope[0], scope[1]), 0.0) + finite
+            else:
+                pairs[scope[1], scope[0]] = pairs[scope[1], scope[0]] + finite.T
+        self.pairs = list(pairs.items())
+        self.handed = [(np.zeros(len(t)), np.zeros(t.shape[1])) for _, t in self.pairs]
+        self.bound = -np.inf
+        self._ascend()
+
+    def _ascend(self) -> None:
+        order = list(range(len(self.pairs)))
+        for _ in range(_SWEEPS):
+            for i in order:
+                self._hand(i)
+            order.reverse()
+            bound, before = self._bound(), self.bound
+            self.bound = max(bound, before)
+            if bound - before <= _STALLS * abs(bound):
+                break
+
+    def _hand(self, i: int) -> None:
+        (a, b), table = self.pairs[i]
+        to_a, to_b = self.handed[i]
+        rest_a, rest_b = self.least[a] - to_a, self.least[b] - to_b
+        joint = table + rest_a[:, None] + rest_b
+        half_a, half_b = joint.min(1) / 2, joint.min(0) / 2
+        self.handed[i] = half_a - rest_a, half_b - rest_b
+        self.least[a], self.least[b] = half_a, half_b
+
+    def _bound(self) -> float:
+        rest = sum(
+            float((table - to_a[:, None] - to_b).min())
+            for (_, table), (to_a, to_b) in zip(self.pairs, self.handed, strict=True)
+        )
+        return rest + sum(float(x.min()) for x in self.least)
+
+    def cheapest(self, count: int) -> list[list[int]]:
+        """The states of each variable that may cost least, in order."""
+        return [sorted(np.argsort(x, kind="stable")[:count].tolist()) for x in self.least]
+
+    def within(self, cost: float) -> list[list[int]]:
+        """The states of each variable that may be part of a solution of a smaller cost."""
+        most = (cost - self.bound) * (1 + 1e-9) + 1e-15
+        return [np.flatnonzero(x - x.min() <= most).tolist() for x in self.least]
