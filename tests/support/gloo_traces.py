@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import traces
+from torch.profiler import ProfilerActivity, profile
 
-from torchard import Mesh
+from torchard import Mesh, jit
 
 __all__ = ["CHECKS"]
 
@@ -20,4 +21,23 @@ def names_in_a_trace(rank: int, world: int) -> dict[str, traces.Found]:
     return {case: traces.found(case, mesh) for case in traces.CASES}
 
 
-CHECKS: dict[str, Callable[[int, int], Any]] = {"names_in_a_trace": names_in_a_trace}
+def gathers_by_any_form(rank: int, world: int) -> dict[str, list[str]]:
+    """The names of what gathers, of a step by itself and compiled."""
+    if world != 2:
+        return {}
+    mesh, found = Mesh({"tp": world}), {}
+    for backend in ("", "eager", "inductor"):
+        run, args = traces.fully_sharded(mesh)
+        run = jit(run, backend=backend) if backend else run
+        run(*args)
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+            run(*args)
+        names = {event.name for event in trace.events()}
+        found[backend] = sorted(name for name in names if name.startswith("c10d::") and "gather" in name)
+    return found
+
+
+CHECKS: dict[str, Callable[[int, int], Any]] = {
+    "gathers_by_any_form": gathers_by_any_form,
+    "names_in_a_trace": names_in_a_trace,
+}
