@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import traces
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.profiler import ProfilerActivity, profile
 
 from torchard import Mesh, jit
@@ -21,8 +22,8 @@ def names_in_a_trace(rank: int, world: int) -> dict[str, traces.Found]:
     return {case: traces.found(case, mesh) for case in traces.CASES}
 
 
-def gathers_by_any_form(rank: int, world: int) -> dict[str, list[str]]:
-    """The names of what gathers, of a step by itself and compiled."""
+def gathers_by_any_form(rank: int, world: int) -> dict[str, list[Any]]:
+    """The names of what gathers, and how many were not waited for, of a step as it is and compiled."""
     if world != 2:
         return {}
     mesh, found = Mesh({"tp": world}), {}
@@ -33,7 +34,8 @@ def gathers_by_any_form(rank: int, world: int) -> dict[str, list[str]]:
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
             run(*args)
         names = {event.name for event in trace.events()}
-        found[backend] = sorted(name for name in names if name.startswith("c10d::") and "gather" in name)
+        gathers = sorted(name for name in names if name.startswith("c10d::") and "gather" in name)
+        found[backend] = [gathers, _get_work_registry_size()]
     return found
 
 

@@ -160,11 +160,11 @@ def test_traces_name_each_collective_and_its_wait(ranks: Results) -> None:
 
 
 @on_two
-def test_gathers_note_no_long_name(ranks: Results) -> None:
-    """Two threads of gloo's would free it twice (torch 2.13): `functional/programs/calls.py`."""
+def test_gathers_note_no_long_name_and_are_waited_for(ranks: Results) -> None:
+    """Two threads of gloo's would free the name twice (torch 2.13): `functional/programs/calls.py`."""
     for found in every(ranks, "gathers_by_any_form"):
         assert found.keys() == {"", "eager", "inductor"}
-        assert all(names == ["c10d::_allgather_base_"] for names in found.values()), found
+        assert all(each == [["c10d::_allgather_base_"], 0] for each in found.values()), found
 
 
 @pytest.mark.parametrize(
