@@ -34,6 +34,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.compiling.exact_routes import read_twice
 from torchard.functional.compiling.faulty_lowerings import call_torch
+from torchard.functional.compiling.gathers import gather_into_new
 from torchard.functional.compiling.rounded_constants import fold_conversions, round_numbers
 from torchard.functional.core import tree
 from torchard.functional.effects.in_place import SCATTERS, WRITTEN_VIEWS
@@ -143,5 +144,5 @@ def has_half_precision(graph: fx.Graph, inputs: Iterable[torch.Tensor]) -> bool:
 # `call_torch` has run on the traced operations before; here it runs on Inductor's decompositions.
 REPAIRS = (
     *(call_torch, round_numbers, fold_conversions),
-    *(copy_before_writes, conjugate_at_once, compute_once),
+    *(copy_before_writes, conjugate_at_once, compute_once, gather_into_new),
 )

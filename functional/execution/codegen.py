@@ -37,6 +37,7 @@ from torchard.functional.execution.instructions import (
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
 from torchard.functional.execution.scatters import copied
 from torchard.functional.execution.sequencing import instructions_of, what_runs
+from torchard.functional.programs.calls import callee
 from torchard.functional.programs.labels import Label
 from torchard.functional.programs.loops import regrouped
 from torchard.functional.torch_internals.operators import aten
@@ -212,7 +213,7 @@ def _texts(instruction: Instruction, names: dict[str, Any]) -> Iterator[str]:
         case Compute(node, slot, slots, given, placed):
             arguments = [given] if given else _arguments(node, slots, names)
             arguments += [repr(tuple(placed))] if placed else []
-            function = _constant(internals.direct(node.target), names, "f")
+            function = _constant(callee(node.target), names, "f")
             yield f"{slot} = {function}({', '.join(arguments)})"
         case Write(node, slot, slots, write, part):
             base, *others = _arguments(node, slots, names)

@@ -21,6 +21,7 @@ from torchard.functional.core import tree
 from torchard.functional.execution.codegen import Line, assembled, text_of
 from torchard.functional.memory.lifetimes import Buffer, Lifetimes
 from torchard.functional.memory.tape import Step, Tape, part_of
+from torchard.functional.programs.calls import callee
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
 __all__ = ["PlannedCode", "is_poisoned", "poisoned"]
@@ -200,7 +201,7 @@ class PlannedCode:
             return self._text(step.args[0])  # a donated argument itself: a view would keep it alive
         arguments = [self._text(value) for value in step.args]
         arguments += [f"{key}={self._text(value)}" for key, value in step.kwargs.items()]
-        function = internals.direct(step.function)
+        function = callee(step.function)
         key = f"f_{id(function):x}"
         self.names[key] = function
         return f"{key}({', '.join(arguments)})"

@@ -6,7 +6,8 @@ each recomputation therefore passes through an opaque operation, which depends o
 backward computed last.
 
 The operation copies its operand, since the output of a custom operator must not alias an input. It is put
-on the smallest operand, mostly a bias or the weight of a norm.
+on the smallest operand, mostly a bias or the weight of a norm. What a collective has yet to write is not
+copied: its wait has no barrier of its own, and the operation that issues it has one.
 
 Values that are compared with something that was kept may not be recomputed at all: a compiler rounds a
 value otherwise in each piece of code that computes it. Where a policy keeps a maximum, and its operand is
@@ -28,6 +29,7 @@ from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import PHASE, RECOMPUTE, SHAPE, VAL, WHY
 from torchard.functional.programs.views import is_view
 from torchard.functional.remat.segments import Why
+from torchard.functional.torch_internals.operators import c10d
 
 __all__ = ["insert_barriers", "keep_compared"]
 
@@ -47,6 +49,10 @@ LIBRARY.impl("barrier", _barrier, "CompositeExplicitAutograd")
 torch.library.register_fake("torchard::barrier", _fake, lib=LIBRARY)
 
 
+# The operand of a wait is not there before; a tuple is no operand of a barrier.
+_WITHOUT = (operator.getitem, c10d.wait_tensor.default)
+
+
 def insert_barriers(graph: fx.Graph) -> None:
     """Make every recomputation wait for the value that the backward computes right before it."""
     last: fx.Node | None = None
@@ -61,7 +67,7 @@ def insert_barriers(graph: fx.Graph) -> None:
                 last = node
         elif last is not None and any(waits.get(operand) is last for operand in operands):
             waits[node] = last
-        elif last is not None and operands and not is_view(node) and node.target is not operator.getitem:
+        elif last is not None and operands and not is_view(node) and node.target not in _WITHOUT:
             smallest = min(operands, key=_elements)
             if (smallest, last) not in passed:
                 with graph.inserting_before(node):

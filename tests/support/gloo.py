@@ -77,7 +77,7 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
 
 # What is the same for any number of ranks is checked on two alone.
 ON_TWO = {
-    "caches_in_place",
+    *("caches_in_place", "gathers_by_any_form"),
     *("single_operations", "names_in_a_trace", "planned_memory", "policies_that_differ"),
     *("every_dtype_moves", "every_dtype_adds_up", "checkpointed_steps", "measured_machine"),
     *("bytes_of_a_fully_sharded_step", "a_batch_shorter_than_the_mesh"),

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import traces
+from torch._C._distributed_c10d import _get_work_registry_size
+from torch.profiler import ProfilerActivity, profile
 
-from torchard import Mesh
+from torchard import Mesh, jit
 
 __all__ = ["CHECKS"]
 
@@ -20,4 +22,24 @@ def names_in_a_trace(rank: int, world: int) -> dict[str, traces.Found]:
     return {case: traces.found(case, mesh) for case in traces.CASES}
 
 
-CHECKS: dict[str, Callable[[int, int], Any]] = {"names_in_a_trace": names_in_a_trace}
+def gathers_by_any_form(rank: int, world: int) -> dict[str, list[Any]]:
+    """The names of what gathers, and how many were not waited for, of a step as it is and compiled."""
+    if world != 2:
+        return {}
+    mesh, found = Mesh({"tp": world}), {}
+    for backend in ("", "eager", "inductor"):
+        run, args = traces.fully_sharded(mesh)
+        run = jit(run, backend=backend) if backend else run
+        run(*args)
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+            run(*args)
+        names = {event.name for event in trace.events()}
+        gathers = sorted(name for name in names if name.startswith("c10d::") and "gather" in name)
+        found[backend] = [gathers, _get_work_registry_size()]
+    return found
+
+
+CHECKS: dict[str, Callable[[int, int], Any]] = {
+    "gathers_by_any_form": gathers_by_any_form,
+    "names_in_a_trace": names_in_a_trace,
+}

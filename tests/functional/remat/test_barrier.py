@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch.func import grad
 from torch.profiler import ProfilerActivity, profile
 
 from torchard import Mesh, P, checkpoint, jit, nn, place, policies, scope, shard
 from torchard.functional.jit import _flat_module
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import PHASE, RECOMPUTE, VAL
 from torchard.functional.remat.barrier import insert_barriers
+from torchard.functional.torch_internals.operators import aten, c10d
 
 BLOCKS, ROWS, WIDTH = 4, 1024, 64
 PARAMS = [
@@ -113,3 +116,27 @@ def test_what_is_made_again_on_a_mesh_waits_too() -> None:
         insert_barriers(module.graph)
         found = [n for n in module.graph.nodes if n.target is torch.ops.torchard.barrier.default]
         assert len(found) >= BLOCKS - 1
+
+
+def test_no_barrier_copies_what_a_collective_has_yet_to_write() -> None:
+    """The wait would be for the copy, and so for nothing."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(aten.neg.default, (x,))
+    issued = graph.call_function(c10d.all_gather_into_tensor.default, (x, 2, "group"))
+    second = graph.call_function(aten.neg.default, (first,))
+    whole = graph.call_function(c10d.wait_tensor.default, (issued,))
+    used = graph.call_function(aten.sin.default, (whole,))
+    graph.output((second, used))
+    for node in graph.nodes:
+        VAL.set(node, torch.empty(4, device="meta"))
+    for node in (first, second):
+        PHASE.set(node, "backward")
+    for node in (issued, whole, used):
+        RECOMPUTE.set(node, True)
+    insert_barriers(graph)
+    assert whole.args == (issued,)
+    for node, after, source in ((issued, first, x), (used, second, whole)):
+        (barrier,) = node.all_input_nodes
+        assert barrier.target is torch.ops.torchard.barrier.default
+        assert barrier.args == (source, after)

@@ -159,6 +159,14 @@ def test_traces_name_each_collective_and_its_wait(ranks: Results) -> None:
                 assert layers | {"step", "block/0/mlp backward"} <= {*others}
 
 
+@on_two
+def test_gathers_note_no_long_name_and_are_waited_for(ranks: Results) -> None:
+    """Two threads of gloo's would free the name twice (torch 2.13): `functional/programs/calls.py`."""
+    for found in every(ranks, "gathers_by_any_form"):
+        assert found.keys() == {"", "eager", "inductor"}
+        assert all(each == [["c10d::_allgather_base_"], 0] for each in found.values()), found
+
+
 @pytest.mark.parametrize(
     "name",
     [
