@@ -52,8 +52,9 @@ def shard(
         reduce_dtype: the dtype in which narrower floats are summed over ranks; None sums in their own
             dtype.
         schedule: how far ahead parameters are gathered, and how gradients are merged; see `Schedule`.
-        machine: the machine by whose rates gradients are merged, the same on all ranks. None: on CPUs
-            one core of a host for each rank and gloo between them, else an H100 of one host.
+        machine: the machine, the same on all ranks, on which the plan between the specs takes least time,
+            and by whose rates gradients are merged. None: weights are multiplied where they are split,
+            and gradients are merged for a core of a host and gloo on CPUs, else for an H100 of one host.
         check_replicated: compare plain tensors across ranks by checksum when they are first used.
 
     Returns:

@@ -37,7 +37,7 @@ from torchard.sharding.planning.constraints import (
 )
 from torchard.sharding.planning.decision import BATCH, DERIVED, PARAMETER, Given
 from torchard.sharding.planning.manual_options import check_local, local_operations, may_leave_as
-from torchard.sharding.planning.plan import choose, warn_of_idle_axes
+from torchard.sharding.planning.plan import warn_of_idle_axes
 from torchard.sharding.planning.updates import after_backward, source_of, updated_inputs
 from torchard.sharding.scheduling.added_sums import add_before_reducing
 from torchard.sharding.scheduling.casts import send_narrowly
@@ -74,7 +74,7 @@ class Shard(Rewrite):
     ) -> None:
         self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
         self.reduce_dtype, self.schedule = reduce_dtype, schedule or Schedule()
-        self.machine = machine or default(default_device(mesh).type)
+        self.machine, self.on = machine or default(default_device(mesh).type), machine
         self.check_replicated, self.warned = check_replicated, set[str]()
         self.constraints, self.fn, self.rules = constraints, fn, rules
 
@@ -86,7 +86,7 @@ class Shard(Rewrite):
 
     def _key(self) -> tuple[Any, ...]:
         specs = tuple(None if s is None else id(s) for s in (self.in_specs, self.out_specs))
-        settings = (self.check_replicated, self.rules, self.reduce_dtype, self.schedule, self.machine)
+        settings = (self.check_replicated, self.rules, self.reduce_dtype, self.schedule, self.on)
         return self.mesh, specs, self.constraints, settings
 
     def __eq__(self, other: object) -> bool:
@@ -163,8 +163,9 @@ class Shard(Rewrite):
         if not self._plans(program):
             return replace(program, graph=graph)
         prepare(graph)
-        plan, spmd = improved_plan(choose(graph, self._given(program, graph), self.mesh), self.mesh)
-        warn_of_idle_axes(plan, self.mesh, program.name, self.warned)
+        plan, spmd = improved_plan(graph, self._given(program, graph), self.mesh)
+        if self.on is None:  # on a given machine a plan repeats products only if that takes less time
+            warn_of_idle_axes(plan, self.mesh, program.name, self.warned)
         add_before_reducing(spmd)
         send_narrowly(spmd)
         given = plan.given.inputs.values()
@@ -236,7 +237,7 @@ class Shard(Rewrite):
             check_replicated=self.check_replicated,
             reduce_dtype=self.reduce_dtype,
             schedule=self.schedule,
-            machine=self.machine,
+            machine=self.on,
         )
         return replace(copied, outputs=plain, asks=(*copied.asks, rewrite))
 
@@ -306,7 +307,8 @@ class Shard(Rewrite):
         check_local(graph, program, self.mesh)
         constraints = {n: x.homed(()) for n, x in constraint_layouts(graph, self.mesh).items()}
         ranks = {n: constraint_rank(n, inputs) for n in constraints}
-        return Given(inputs, tuple(outputs), constraints, ranks, local=local_operations(graph))
+        local = local_operations(graph)
+        return Given(inputs, tuple(outputs), constraints, ranks, local=local, on=self.on)
 
     def _layout_of_result(self, leaf: Leaf, value: fx.Node) -> Layout | None:
         """The layout that an output must have; None if it is left to propagation."""

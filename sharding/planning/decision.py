@@ -49,6 +49,8 @@ class Given:
         spread: axes to restore wherever propagation would drop them (``stakes.py``).
         contested: axes along which parameters take precedence over other inputs, not the reverse.
         machine: the machine by whose rates plans are compared.
+        on: the machine on which the plan is to take least time, however it is split; None: the plan by
+            rules stays, unless another is better on any machine.
     """
 
     inputs: dict[fx.Node, tuple[Layout, int] | int]
@@ -60,6 +62,7 @@ class Given:
     spread: frozenset[str] = frozenset()
     contested: frozenset[str] = frozenset()
     machine: Machine = PLANNING
+    on: Machine | None = None
 
     @property
     def splits_nothing(self) -> bool:
@@ -91,6 +94,8 @@ class LayoutDecision:
         raw: the layouts of each operation's results as computed.
         home: the layout in which each value is available to its consumers: the layout in ``raw``, with
             pending sums resolved if several consumers need the value.
+        kept: the layout into which a value whose home is given is moved, for all that do not read it at
+            home.
         outputs: the layout of each output.
         bytes: bytes sent per rank.
         work: seconds that the busiest rank computes.
@@ -99,6 +104,7 @@ class LayoutDecision:
     option: dict[fx.Node, Option] = field(default_factory=dict)
     raw: dict[fx.Node, tuple[Layout, ...]] = field(default_factory=dict)
     home: dict[fx.Node, Layout] = field(default_factory=dict)
+    kept: dict[fx.Node, Layout] = field(default_factory=dict)
     outputs: tuple[Layout, ...] = ()
     bytes: float = 0.0
     work: float = 0.0

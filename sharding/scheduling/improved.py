@@ -1,7 +1,8 @@
-"""A plan, or the minimum along its axes (`planning/minimum/`) if that is better on any machine.
+"""A plan, or the minimum along its axes (`planning/minimum/`) if that is better.
 
-A plan may send less by more collectives, or by computing more. So a plan replaces another one if it takes
-as many collectives or fewer, and less time on a machine that computes fast and on one that does not.
+On a machine that is given, the plan is better that takes less time. Without one, a plan may send less by
+more collectives, or by computing more; so it replaces another one if it takes as many collectives or
+fewer, and less time on a machine that computes fast and on one that does not.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from torch import fx
 
 from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.loops import times
-from torchard.functional.programs.tags import COLLECTIVE
-from torchard.sharding.planning.decision import seconds_per_point
+from torchard.functional.programs.tags import COLLECTIVE, VAL
+from torchard.sharding.planning.decision import Given, seconds_per_point
 from torchard.sharding.planning.minimum.minimum import improved
-from torchard.sharding.planning.plan import Plan, gathered_axes, lost_axes
+from torchard.sharding.planning.plan import Plan, choose, gathered_axes, lost_axes
+from torchard.sharding.planning.propagate import propagate
 from torchard.sharding.scheduling.partition import partition
 from torchard.sharding.values.mesh import Mesh
 
 __all__ = ["Figures", "improved_plan"]
 
 _SLOWER = (1.0, 16.0)  # how many times as long computing takes
+_LITTLE = 1e-9  # of the time on a given machine: plans that are equal stay
 _MOST = 0.6  # of what another plan sends or computes: where less is gained, plans by rules stay
 
 
@@ -33,12 +36,19 @@ class Figures(NamedTuple):
         sending: seconds of sending.
         calls: collectives between products; all others are merged if they are of one kind and wait for
             as many.
+        latency: seconds of their latencies.
         work: seconds that the busiest rank computes.
     """
 
     sending: float
     calls: int
+    latency: float
     work: float
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the plan, if nothing overlaps."""
+        return self.sending + self.latency + self.work
 
     def dominates(self, other: Figures) -> bool:
         """Whether a plan is faster than another on each machine, and much less is sent or computed."""
@@ -50,14 +60,27 @@ class Figures(NamedTuple):
         )
 
 
-def improved_plan(plan: Plan, mesh: Mesh) -> tuple[Plan, fx.Graph]:
+def improved_plan(graph: fx.Graph, given: Given, mesh: Mesh) -> tuple[Plan, fx.Graph]:
+    """The plan of a program, and its SPMD graph.
+
+    On a given machine, operations that the plan by rules decomposes may also stay whole.
+    """
+    plan, spmd = _improved(choose(graph, given, mesh), mesh)
+    if given.on is None or plan.graph is graph:
+        return plan, spmd
+    whole, whole_spmd = _improved(Plan(graph, given, propagate(graph, given, mesh.sizes)), mesh)
+    known, found = _figures(plan, spmd, mesh), _figures(whole, whole_spmd, mesh)
+    return (whole, whole_spmd) if found.seconds < known.seconds else (plan, spmd)
+
+
+def _improved(plan: Plan, mesh: Mesh) -> tuple[Plan, fx.Graph]:
     """The plan, or a better one, and its SPMD graph; operations on local values are not planned again.
 
-    Axes that split nothing that is given stay idle. Along axes that split both parameters and the rows of
-    a batch, parameters are gathered, however few the rows are.
+    Axes that split nothing that is given stay idle. Unless a machine is given, parameters are gathered
+    along axes that split them and the rows of a batch, however few the rows are.
     """
-    spmd = _partitioned(plan, mesh)
-    free = plan.given.split_axes - gathered_axes(plan.given)
+    spmd, on = _partitioned(plan, mesh), plan.given.on
+    free = plan.given.split_axes - (frozenset() if on else gathered_axes(plan.given))
     axes = [a for a in mesh.axes if a in free and mesh.shape[a] > 1]
     if plan.given.local or not axes:
         return plan, spmd
@@ -67,8 +90,10 @@ def improved_plan(plan: Plan, mesh: Mesh) -> tuple[Plan, fx.Graph]:
     new = replace(plan, decision=decision)
     new_spmd = _partitioned(new, mesh)
     known, found = _figures(plan, spmd, mesh), _figures(new, new_spmd, mesh)
-    decision.bytes, decision.work = found.sending * plan.given.machine.link.bandwidth, found.work
-    better = found.dominates(known) and lost_axes(new, mesh) <= lost_axes(plan, mesh)
+    if on:
+        better = found.seconds < known.seconds * (1 - _LITTLE)
+    else:
+        better = found.dominates(known) and lost_axes(new, mesh) <= lost_axes(plan, mesh)
     return (new, new_spmd) if better else (plan, spmd)
 
 
@@ -78,26 +103,35 @@ def _partitioned(plan: Plan, mesh: Mesh) -> fx.Graph:
 
 def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:
     """What a plan costs; a value that several users read in one layout is moved once."""
-    machine = plan.given.machine
+    machine = plan.given.on or plan.given.machine
     needed, late, waits = _before_products(spmd), set[fx.Node](), dict[fx.Node, int]()
-    sending, alone, together = 0.0, 0, set[object]()
+    sending, latency, alone, together = 0.0, 0.0, 0, set[object]()
     for node in spmd.nodes:
         if any(n in late or is_product(n) for n in node.all_input_nodes):
             late.add(node)
         waits[node] = max((waits[n] for n in node.all_input_nodes), default=0)
         if COLLECTIVE.on(node):
             sent = COLLECTIVE.of(node)
-            sending += sent.bytes * times(node) / machine.link_of(sent.axes, sent.kind).bandwidth
+            link, count = machine.link_of(sent.axes, sent.kind), times(node)
+            sending += sent.bytes * count / link.bandwidth
             waits[node] += 1
             if node in late and node in needed:
-                alone += times(node)
+                alone += count
+            elif (group := (waits[node], sent.kind, sent.axes)) not in together:
+                together.add(group)
+                count = 1
             else:
-                together.add((waits[node], sent.kind, sent.axes))
-    work = sum(
-        option.cost(mesh.sizes).work * seconds_per_point(node, machine)
-        for node, option in plan.decision.option.items()
-    )
-    return Figures(sending, alone + len(together), work)
+                count = 0
+            latency += count * link.latency
+    work = 0.0
+    for node, option in plan.decision.option.items():
+        cost = option.cost(mesh.sizes)
+        work += cost.work * seconds_per_point(node, machine)
+        if cost.exchanged:  # within the operation, such as neighbours' elements
+            size = cost.exchanged * VAL.of(node).dtype.itemsize
+            sending += times(node) * size / machine.link.bandwidth
+            latency += times(node) * machine.link.latency
+    return Figures(sending, alone + len(together), latency, work)
 
 
 def _before_products(graph: fx.Graph) -> set[fx.Node]:

@@ -126,6 +126,9 @@ class _Partition:
             viewed = self._view_again(node, want, user)
             if viewed is not None:
                 return viewed
+        kept = self.decision.kept.get(node, want)
+        if kept != want and kept not in have:
+            self._fetch(node, kept, user)
         usable = [v for v in have if set(want.pending) <= set(v.pending)]
         best = min(usable, key=lambda v: cost(v, want, self.sizes))
         return self._move(node, best, want, user)

@@ -40,7 +40,7 @@ class Choices:
         options: by operation; the first is that of the decision.
         layouts: by value: all in which an operation computes it, and all in which one reads it.
         staying: split inputs, and views of them, that the decision does not move: products are split as
-            the parameters are that they read.
+            the parameters are that they read. None if the time on a given machine decides.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Choices:
         self.options: dict[fx.Node, tuple[Option, ...]] = {}
         self.layouts: dict[fx.Node, dict[Layout, None]] = defaultdict(dict)
         self._in_parts: dict[fx.Node, list[Layout]] = defaultdict(list)
-        self.staying = _staying(graph, given, now)
+        self.staying = set[fx.Node]() if given.on else _staying(graph, given, now)
         self._waiting = dict.fromkeys(now.option)
         for node, home in now.home.items():
             self._add(node, home)

@@ -66,7 +66,8 @@ class Energy:
 
     def __init__(self, graph: fx.Graph, given: Given, sizes: Sizes) -> None:
         self.graph, self.given, self.sizes = graph, given, sizes
-        self.reshards = Reshards(sizes, given.machine)
+        self.machine = given.on or given.machine
+        self.reshards = Reshards(sizes, self.machine)
         self._works: dict[object, Table] = {}
         self._tables: dict[object, Table] = {}
 
@@ -83,17 +84,20 @@ class Energy:
 
     def works(self, node: fx.Node, options: tuple[Option, ...]) -> Table:
         """The seconds of the busiest rank, by option."""
-        rate = seconds_per_point(node, self.given.machine)
+        rate = seconds_per_point(node, self.machine)
         val = VAL.of(node)
         item = val.dtype.itemsize if hasattr(val, "dtype") else 4
-        key = options, rate, item
+        key = options, rate, item, times(node)
         if key not in self._works:
             costs = [o.cost(self.sizes) for o in options]
-            each = item / self.given.machine.link.bandwidth
-            self._works[key] = np.array(
-                [c.work * rate + c.exchanged * each + c.volume * item * _SMALLEST for c in costs]
-            )
+            moved = np.array([self._exchange(c.exchanged * item, times(node)) for c in costs])
+            kept = np.array([c.work * rate + c.volume * item * _SMALLEST for c in costs])
+            self._works[key] = moved + kept
         return self._works[key]
+
+    def _exchange(self, size: int, count: int) -> float:
+        """The seconds of what an operation itself sends, a number of times."""
+        return count * self.machine.link.seconds(size) if size else 0.0
 
     def shared(self, table: Table) -> Table:
         """The table; equal ones are one object."""
@@ -135,18 +139,22 @@ class _Model:
     def _input(self, node: fx.Node) -> None:
         """An input, or a cotangent, which has the layout of its output."""
         known = self.given.inputs[node]
-        given = self.choices.now.outputs[known] if isinstance(known, int) else known[0]
+        self._moved(node, self.choices.now.outputs[known] if isinstance(known, int) else known[0])
+
+    def _fixed(self, node: fx.Node) -> None:
+        fixed = self.given.constraints[node]
+        self._moved(node, fixed)
+        (source,) = node.all_input_nodes
+        costs = self.table(self.layouts[source], (fixed,), *_element(source))[:, 0]
+        self.problem.add((self.of_value[source],), self.energy.shared(costs))
+
+    def _moved(self, node: fx.Node, given: Layout) -> None:
+        """A value whose layout is given: all that read it in another one share one move."""
         layouts = {given: None}
         if node not in self.choices.staying:
             layouts |= self.choices.layouts[node]
         have = tuple(x for x in layouts if x == given or not x.pending)
         self._value(node, have, self.table((given,), have, *_element(node))[0])
-
-    def _fixed(self, node: fx.Node) -> None:
-        fixed = self.given.constraints[node]
-        self._value(node, (fixed,))
-        (source,) = node.all_input_nodes
-        self._edge(source, self.of_value[node], (fixed,))
 
     def _related(self, node: fx.Node) -> None:
         """A value that is read in a layout that depends on its own."""
@@ -195,7 +203,7 @@ class _Model:
         """The states of the decision that is improved: the first, but for computed values."""
         states = [0] * len(self.problem.sizes)
         for node, at in self.of_value.items():
-            if node not in self.given.inputs:
+            if node not in self.given.inputs and node not in self.given.constraints:
                 states[at] = self.layouts[node].index(self.choices.now.home[node])
         return states
 
@@ -208,8 +216,12 @@ class _Model:
         for node, at in self.of_value.items():
             made.home[node] = self.layouts[node][states[at]]
         made.outputs = self.choices.now.outputs
-        for node, known in self.given.inputs.items():
-            made.home[node] = made.outputs[known] if isinstance(known, int) else known[0]
+        given = {n: x if isinstance(x, int) else x[0] for n, x in self.given.inputs.items()}
+        for node, known in (given | self.given.constraints).items():
+            home = made.outputs[known] if isinstance(known, int) else known
+            if made.home.get(node, home) != home:
+                made.kept[node] = made.home[node]
+            made.home[node] = home
         return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchard import Link, Machine, Mesh, P, Schedule, ShapeDtype, machines, place, shard
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import COLLECTIVE
+from torchard.sharding import shard_rewrite
 from torchard.sharding.scheduling.schedule import count_first
 
 LAYERS, WIDTH = 8, 1024
@@ -23,6 +25,11 @@ def machine(link: Link, overlaps: float = 1.0, hides: float = 1.0) -> Machine:
     return Machine("m", {"float32": 1e12}, 1e12, link=link, overlaps=overlaps, hides=hides)
 
 
+def by_default(on: Machine) -> Any:
+    """With ``machine=`` the plan would be another one as well: one that sends activations."""
+    return mock.patch.object(shard_rewrite, "default", lambda device: on)
+
+
 def loss(params: list[Tensor], x: Tensor) -> Tensor:
     for w in params:
         x = torch.tanh(x @ w)
@@ -30,11 +37,10 @@ def loss(params: list[Tensor], x: Tensor) -> Tensor:
 
 
 def calls(on: Machine, schedule: Schedule | None = None) -> list[int]:
-    """The bytes of each call for gradients."""
+    """The bytes of each call for gradients, by data parallelism."""
     mesh, split = Mesh({"dp": 2}, virtual=True), (P(), P("dp"))
-    step = shard(
-        torch.func.grad(loss), mesh, in_specs=split, out_specs=P(), machine=on, schedule=schedule
-    )
+    with by_default(on):
+        step = shard(torch.func.grad(loss), mesh, in_specs=split, out_specs=P(), schedule=schedule)
     return [c.bytes for c in step.lower(PARAMS, ROWS).collectives]
 
 
@@ -81,7 +87,8 @@ def test_a_loss_does_not_cost_the_copy_of_a_value(latency: float, sent: list[int
     """A single gradient is sent from where it lies, unless a latency takes longer than to copy it."""
     mesh, split = Mesh({"dp": 2}, virtual=True), (P(), P("dp"))
     on = machine(Link(1e11, latency), overlaps=0.0)
-    step = shard(torch.func.grad_and_value(loss), mesh, in_specs=split, out_specs=P(), machine=on)
+    with by_default(on):
+        step = shard(torch.func.grad_and_value(loss), mesh, in_specs=split, out_specs=P())
     lowered = step.lower(PARAMS[:1], ROWS)
     assert [math.prod(c.shape) for c in lowered.collectives] == sent
 
