@@ -9,6 +9,7 @@ from gpt import GPT, batch
 
 from torchard import (
     Colwise,
+    Machine,
     Mesh,
     P,
     Rowwise,
@@ -82,7 +83,14 @@ def plans(ranks: int) -> list[Plan]:
 class PlannedStep:
     """A training step by a plan; it keeps the parameters and the optimizer's state."""
 
-    def __init__(self, plan: Plan, *, virtual: bool = False, jitted: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        virtual: bool = False,
+        jitted: bool = False,
+        machine: Machine | None = None,
+    ) -> None:
         width, *size = plan.size
         torch.manual_seed(0)
         fn, params = functionalize(GPT(width, plan.size.length))
@@ -114,7 +122,7 @@ class PlannedStep:
             if "tp" not in axes:
                 specs = stage_specs(run, params, optimizer.init(params), *batch(0, *size))
         else:
-            run = shard(train, mesh, out_specs=(specs, state, P()))
+            run = shard(train, mesh, out_specs=(specs, state, P()), machine=machine)
         self.params = place(params, mesh, specs)
         self.state = optimizer.init(self.params)
         self.run = jit(run, backend="eager", donate_argnums=(0, 1)) if jitted else run
