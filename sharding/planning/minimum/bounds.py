@@ -15,14 +15,14 @@ import numpy as np
 
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide, minimum
 
-__all__ = ["Solution", "solved"]
+__all__ = ["Bounded", "solved"]
 
 _IMPOSSIBLE = 1e3  # seconds, in the place of infinitely many
 _SWEEPS, _STALLS = 60, 1e-4
 _BEAMS = (8, 5, 3)  # states of each variable
 
 
-class Solution(NamedTuple):
+class Bounded(NamedTuple):
     """States of all variables, what they cost, and what all states cost at least."""
 
     cost: float
@@ -30,7 +30,7 @@ class Solution(NamedTuple):
     bound: float
 
 
-def solved(problem: Terms) -> Solution:
+def solved(problem: Terms) -> Bounded:
     """The minimum, or a solution near it.
 
     Raises:
@@ -38,7 +38,7 @@ def solved(problem: Terms) -> Solution:
     """
     try:
         cost, states = minimum(problem)
-        return Solution(cost, states, cost)
+        return Bounded(cost, states, cost)
     except TooWide:
         dual = _Dual(problem)
     near = _within(problem, *(dual.cheapest(count) for count in _BEAMS))
@@ -47,17 +47,17 @@ def solved(problem: Terms) -> Solution:
         cost, states = _restricted(problem, kept)
     except TooWide:
         return near._replace(bound=dual.bound)
-    return Solution(cost, states, cost)
+    return Bounded(cost, states, cost)
 
 
-def _within(problem: Terms, *beams: list[list[int]]) -> Solution:
+def _within(problem: Terms, *beams: list[list[int]]) -> Bounded:
     """The minimum in the first beam that is not too wide."""
     for beam in beams:
         try:
             cost, states = _restricted(problem, beam)
         except TooWide:
             continue
-        return Solution(cost, states, -np.inf)
+        return Bounded(cost, states, -np.inf)
     raise TooWide
 
 
