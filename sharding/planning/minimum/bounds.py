@@ -13,13 +13,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide, minimum
+from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide, minimum, order
 
-__all__ = ["Bounded", "solved"]
+__all__ = ["Effort", "Solution", "solved"]
 
-_IMPOSSIBLE = 1e3  # seconds, in the place of infinitely many
 _SWEEPS, _STALLS = 60, 1e-4
+_FEW = 20  # sweeps: after fewer, a bound says little
 _BEAMS = (8, 5, 3)  # states of each variable
+_ROUNDING = 1e-12  # of the sum of all terms
+
+
+class Effort:
+    """The work that a program's bounds may take: how often a term may hand on costs.
+
+    It does so in 10 µs, so by default bounds take at most two seconds, however large a program is.
+    """
+
+    def __init__(self, left: int = 200_000) -> None:
+        self.left = left
 
 
 class Bounded(NamedTuple):
@@ -30,19 +41,21 @@ class Bounded(NamedTuple):
     bound: float
 
 
-def solved(problem: Terms) -> Bounded:
+def solved(problem: Terms, effort: Effort) -> Solution:
     """The minimum, or a solution near it.
 
     Raises:
-        TooWide: the smallest beam is too wide.
+        TooWide: the smallest beam is too wide, or too little effort is left.
     """
     try:
         cost, states = minimum(problem)
-        return Bounded(cost, states, cost)
-    except TooWide:
-        dual = _Dual(problem)
+        return Solution(cost, states, cost)
+    except TooWide:  # a beam's width depends on its size alone, so it is known before a bound is
+        few = [min(size, _BEAMS[-1]) for size in problem.sizes]
+        order(few, [scope for scope, _ in problem.terms])
+    dual = _Dual(problem, effort)
     near = _within(problem, *(dual.cheapest(count) for count in _BEAMS))
-    kept = dual.within(near.cost)
+    kept = dual.within(near)
     try:
         cost, states = _restricted(problem, kept)
     except TooWide:
@@ -78,16 +91,21 @@ def _restricted(problem: Terms, kept: list[list[int]]) -> tuple[float, list[int]
 class _Dual:
     """The dual bound of a problem, and the least costs of states that it gives.
 
+    Raises:
+        TooWide: too little effort is left.
+
     Attributes:
         least: for each variable, what terms of others have handed to its states, with its own costs.
         bound: no solution costs less.
     """
 
-    def __init__(self, problem: Terms) -> None:
+    def __init__(self, problem: Terms, effort: Effort) -> None:
         self.least = [np.zeros(size) for size in problem.sizes]
+        # In the place of infinity: of a much larger number, rounding would leave nothing of a cost.
+        self.most = sum(float(t[np.isfinite(t)].max(initial=0.0)) for _, t in problem.terms) or 1.0
         pairs: dict[tuple[int, int], Table] = {}
         for scope, table in problem.terms:
-            finite = np.minimum(table, _IMPOSSIBLE)
+            finite = np.minimum(table, self.most)
             if len(scope) == 1:
                 self.least[scope[0]] += finite
             elif scope in pairs or scope[::-1] not in pairs:
@@ -97,14 +115,18 @@ class _Dual:
         self.pairs = list(pairs.items())
         self.handed = [(np.zeros(len(t)), np.zeros(t.shape[1])) for _, t in self.pairs]
         self.bound = -np.inf
-        self._ascend()
+        self._ascend(effort)
 
-    def _ascend(self) -> None:
-        order = list(range(len(self.pairs)))
-        for _ in range(_SWEEPS):
-            for i in order:
+    def _ascend(self, effort: Effort) -> None:
+        each = list(range(len(self.pairs)))
+        sweeps = min(_SWEEPS, effort.left // max(len(each), 1))
+        if sweeps < _FEW:
+            raise TooWide
+        for _ in range(sweeps):
+            effort.left -= len(each)
+            for i in each:
                 self._hand(i)
-            order.reverse()
+            each.reverse()
             bound, before = self._bound(), self.bound
             self.bound = max(bound, before)
             if bound - before <= _STALLS * abs(bound):
@@ -130,7 +152,10 @@ class _Dual:
         """The states of each variable that may cost least, in order."""
         return [sorted(np.argsort(x, kind="stable")[:count].tolist()) for x in self.least]
 
-    def within(self, cost: float) -> list[list[int]]:
-        """The states of each variable that may be part of a solution of a smaller cost."""
-        most = (cost - self.bound) * (1 + 1e-9) + 1e-15
-        return [np.flatnonzero(x - x.min() <= most).tolist() for x in self.least]
+    def within(self, near: Solution) -> list[list[int]]:
+        """The states of each variable in a solution, and all that may be in one of a smaller cost."""
+        gap = near.cost - self.bound + _ROUNDING * self.most
+        kept = [x - x.min() <= gap for x in self.least]
+        for some, state in zip(kept, near.states, strict=True):
+            some[state] = True
+        return [np.flatnonzero(some).tolist() for some in kept]

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Table", "Terms", "TooWide", "minimum"]
+__all__ = ["Table", "Terms", "TooWide", "minimum", "order"]
 
 Table = npt.NDArray[np.float64]
 _LARGEST, _ALL = 4_000_000, 60_000_000  # entries of a table, and of all
@@ -76,9 +76,44 @@ def minimum(problem: Terms) -> tuple[float, list[int]]:
     return _Elimination(problem).run()
 
 
+def order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Each variable, when it is eliminated, with those that it then has terms with.
+
+    Raises:
+        TooWide: a table would be too large.
+    """
+    near: list[set[int]] = [set() for _ in sizes]
+    for scope in scopes:
+        for v in scope:
+            near[v].update(u for u in scope if u != v)
+
+    def size(v: int) -> int:
+        return math.prod((sizes[u] for u in near[v]), start=sizes[v])
+
+    queue = [(size(v), v) for v in range(len(sizes))]
+    heapq.heapify(queue)
+    found: dict[int, tuple[int, ...]] = {}
+    while queue:
+        before, v = heapq.heappop(queue)
+        if v in found:
+            continue
+        if before != (now := size(v)):
+            heapq.heappush(queue, (now, v))
+            continue
+        if now > _LARGEST:
+            raise TooWide
+        found[v] = (v, *sorted(near[v]))
+        for u in found[v][1:]:
+            near[u] |= near[v]
+            near[u] -= {u, v}
+            heapq.heappush(queue, (size(u), u))
+    return list(found.values())
+
+
 class _Elimination:
     def __init__(self, problem: Terms) -> None:
         self.sizes = problem.sizes
+        self.order = order(problem.sizes, [scope for scope, _ in problem.terms])
         self.terms = {i: _Term(*term) for i, term in enumerate(problem.terms)}
         self.of: list[set[int]] = [set() for _ in self.sizes]
         for i, term in self.terms.items():
@@ -90,33 +125,11 @@ class _Elimination:
         self.value, self.entries = 0.0, 0
 
     def run(self) -> tuple[float, list[int]]:
-        queue = [(self._size(v), v) for v in range(len(self.sizes))]
-        heapq.heapify(queue)
-        left, steps = set(range(len(self.sizes))), []
-        while queue:
-            size, v = heapq.heappop(queue)
-            if v not in left:
-                continue
-            if size != (now := self._size(v)):
-                heapq.heappush(queue, (now, v))
-                continue
-            left.discard(v)
-            steps.append(self._eliminated(v))
-            for u in steps[-1].scope:
-                heapq.heappush(queue, (self._size(u), u))
+        steps = [self._eliminated(scope) for scope in self.order]
         return self.value, self._states(steps)
 
-    def _scope(self, v: int) -> list[int]:
-        """The other variables of a variable's terms."""
-        return sorted({u for i in self.of[v] for u in self.terms[i].scope} - {v})
-
-    def _size(self, v: int) -> int:
-        return math.prod((self.sizes[u] for u in self._scope(v)), start=self.sizes[v])
-
-    def _eliminated(self, v: int) -> _Step:
-        scope = (v, *self._scope(v))
-        if math.prod(self.sizes[u] for u in scope) > _LARGEST:
-            raise TooWide
+    def _eliminated(self, scope: tuple[int, ...]) -> _Step:
+        v = scope[0]
         terms = [self.terms.pop(i) for i in sorted(self.of[v])]
         for i in list(self.of[v]):
             for u in scope:
