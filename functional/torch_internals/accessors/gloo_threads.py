@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["let_gloo_wait"]
 
-_LOOP = "gloo_tcp_loop"
+_LOOP = b"gloo_tcp_loop"
 
 
 def let_gloo_wait() -> None:
@@ -23,10 +23,16 @@ def let_gloo_wait() -> None:
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
-    for thread in Path("/proc/self/task").glob("[0-9]*"):
+    for thread in _threads():
         with contextlib.suppress(OSError):  # it has ended, or this is not allowed
-            number = int(thread.name)
-            if (thread / "comm").read_text().strip() != _LOOP:
-                continue
-            if os.sched_getscheduler(number) == os.SCHED_OTHER:
-                os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))
+            name = Path(f"/proc/self/task/{thread}/comm").read_bytes()  # in any encoding, or cut
+            if name.strip() == _LOOP and os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _threads() -> list[int]:
+    """The threads of this process; none where /proc is absent, or numbers them as another namespace."""
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return [int(thread) for thread in os.listdir("/proc/self/task")]
+    return []
