@@ -15,7 +15,7 @@ import numpy as np
 
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide, minimum, order
 
-__all__ = ["Effort", "Solution", "solved"]
+__all__ = ["Bounded", "SweepBudget", "solved"]
 
 _SWEEPS, _STALLS = 60, 1e-4
 _FEW = 20  # sweeps: after fewer, a bound says little
@@ -23,8 +23,8 @@ _BEAMS = (8, 5, 3)  # states of each variable
 _ROUNDING = 1e-12  # of the sum of all terms
 
 
-class Effort:
-    """The work that a program's bounds may take: how often a term may hand on costs.
+class SweepBudget:
+    """The work that bounds of one program may take: how often a term may hand on costs.
 
     It does so in 10 µs, so by default bounds take at most two seconds, however large a program is.
     """
@@ -41,19 +41,19 @@ class Bounded(NamedTuple):
     bound: float
 
 
-def solved(problem: Terms, effort: Effort) -> Solution:
+def solved(problem: Terms, budget: SweepBudget) -> Bounded:
     """The minimum, or a solution near it.
 
     Raises:
-        TooWide: the smallest beam is too wide, or too little effort is left.
+        TooWide: the smallest beam is too wide, or too little of the budget is left.
     """
     try:
         cost, states = minimum(problem)
-        return Solution(cost, states, cost)
+        return Bounded(cost, states, cost)
     except TooWide:  # a beam's width depends on its size alone, so it is known before a bound is
         few = [min(size, _BEAMS[-1]) for size in problem.sizes]
         order(few, [scope for scope, _ in problem.terms])
-    dual = _Dual(problem, effort)
+    dual = _Dual(problem, budget)
     near = _within(problem, *(dual.cheapest(count) for count in _BEAMS))
     kept = dual.within(near)
     try:
@@ -92,14 +92,14 @@ class _Dual:
     """The dual bound of a problem, and the least costs of states that it gives.
 
     Raises:
-        TooWide: too little effort is left.
+        TooWide: too little of the budget is left.
 
     Attributes:
         least: for each variable, what terms of others have handed to its states, with its own costs.
         bound: no solution costs less.
     """
 
-    def __init__(self, problem: Terms, effort: Effort) -> None:
+    def __init__(self, problem: Terms, budget: SweepBudget) -> None:
         self.least = [np.zeros(size) for size in problem.sizes]
         # In the place of infinity: of a much larger number, rounding would leave nothing of a cost.
         self.most = sum(float(t[np.isfinite(t)].max(initial=0.0)) for _, t in problem.terms) or 1.0
@@ -115,15 +115,15 @@ class _Dual:
         self.pairs = list(pairs.items())
         self.handed = [(np.zeros(len(t)), np.zeros(t.shape[1])) for _, t in self.pairs]
         self.bound = -np.inf
-        self._ascend(effort)
+        self._ascend(budget)
 
-    def _ascend(self, effort: Effort) -> None:
+    def _ascend(self, budget: SweepBudget) -> None:
         each = list(range(len(self.pairs)))
-        sweeps = min(_SWEEPS, effort.left // max(len(each), 1))
+        sweeps = min(_SWEEPS, budget.left // max(len(each), 1))
         if sweeps < _FEW:
             raise TooWide
         for _ in range(sweeps):
-            effort.left -= len(each)
+            budget.left -= len(each)
             for i in each:
                 self._hand(i)
             each.reverse()
@@ -152,7 +152,7 @@ class _Dual:
         """The states of each variable that may cost least, in order."""
         return [sorted(np.argsort(x, kind="stable")[:count].tolist()) for x in self.least]
 
-    def within(self, near: Solution) -> list[list[int]]:
+    def within(self, near: Bounded) -> list[list[int]]:
         """The states of each variable in a solution, and all that may be in one of a smaller cost."""
         gap = near.cost - self.bound + _ROUNDING * self.most
         kept = [x - x.min() <= gap for x in self.least]

@@ -31,7 +31,7 @@ from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option
 from torchard.sharding.planning.decision import Given, LayoutDecision, seconds_per_point
-from torchard.sharding.planning.minimum.bounds import Effort, solved
+from torchard.sharding.planning.minimum.bounds import SweepBudget, solved
 from torchard.sharding.planning.minimum.choices import Choices, values_of
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.reshards import Reshards
@@ -70,13 +70,13 @@ class Energy:
         self.reshards = Reshards(sizes, self.machine)
         self._works: dict[object, Table] = {}
         self._tables: dict[object, Table] = {}
-        self.effort = Effort()
+        self.budget = SweepBudget()
 
     def along(self, axis: str, now: LayoutDecision) -> LayoutDecision | None:
         """The cheapest decision that differs along one axis only; None if that is none."""
         try:
             model = _Model(self, Choices(self.graph, self.given, self.sizes, axis, now))
-            found = solved(model.problem, self.effort)
+            found = solved(model.problem, self.budget)
         except TooWide:
             return None
         if found.cost >= model.problem.cost(model.states()) * (1 - _LITTLE):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchard.sharding.planning.minimum import bounds, elimination
-from torchard.sharding.planning.minimum.bounds import Effort, Solution, solved
+from torchard.sharding.planning.minimum.bounds import Bounded, SweepBudget, solved
 from torchard.sharding.planning.minimum.elimination import Terms, TooWide, minimum
 
 COSTS = st.one_of(st.integers(0, 9).map(float), st.just(float("inf")))
@@ -63,7 +63,7 @@ def test_what_is_too_wide_to_eliminate_has_a_bound(monkeypatch: pytest.MonkeyPat
     for seed in range(60):
         problem, largest = dense(seed), (3**5, 2**6)[seed % 2]
         monkeypatch.setattr(elimination, "_LARGEST", largest)
-        (cost, states, bound), least = solved(problem, Effort()), best(problem)
+        (cost, states, bound), least = solved(problem, SweepBudget()), best(problem)
         assert cost == problem.cost(states) and bound - 1e-9 <= least <= cost
         certified += cost == bound
         exact += cost == least
@@ -81,7 +81,7 @@ def test_a_solution_that_costs_as_much_as_its_bound_up_to_rounding(
         each = [problem.variable(random.random(3) * 1e4) for _ in range(6)]
         for u, v in itertools.combinations(each, 2):
             problem.add((u, v), np.where(random.random((3, 3)) < 0.1, np.inf, 0.0))
-        cost, states, bound = solved(problem, Effort())
+        cost, states, bound = solved(problem, SweepBudget())
         assert cost == pytest.approx(best(problem), rel=1e-12)
         assert cost == pytest.approx(problem.cost(states), rel=1e-12)
         assert bound <= cost
@@ -91,23 +91,23 @@ def test_bounds_take_no_more_work_than_is_left(monkeypatch: pytest.MonkeyPatch) 
     problem, pairs = dense(0), 15
     monkeypatch.setattr(bounds, "_BEAMS", (2,))
     monkeypatch.setattr(elimination, "_LARGEST", 3**5)
-    effort = Effort(25 * pairs)
-    solved(problem, effort)
-    assert 0 <= effort.left <= 24 * pairs
+    budget = SweepBudget(25 * pairs)
+    solved(problem, budget)
+    assert 0 <= budget.left <= 24 * pairs
     with pytest.raises(TooWide):
-        solved(problem, Effort(bounds._FEW * pairs - 1))
+        solved(problem, SweepBudget(bounds._FEW * pairs - 1))
     monkeypatch.setattr(elimination, "_LARGEST", 2**5)  # even two states of each are too many
-    effort = Effort()
-    before = effort.left
+    budget = SweepBudget()
+    before = budget.left
     with pytest.raises(TooWide):
-        solved(problem, effort)
-    assert effort.left == before
+        solved(problem, budget)
+    assert budget.left == before
 
 
 def test_states_within_a_bound_contain_the_minimum() -> None:
     for problem in map(dense, range(60)):
         cost, states = minimum(problem)
-        kept = bounds._Dual(problem, Effort()).within(Solution(cost, [0] * 6, cost))
+        kept = bounds._Dual(problem, SweepBudget()).within(Bounded(cost, [0] * 6, cost))
         assert all(state in known for state, known in zip(states, kept, strict=True))
 
 
