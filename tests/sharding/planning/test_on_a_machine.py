@@ -106,8 +106,8 @@ def test_a_transformer_without_latencies(axes: dict[str, int], batch: P, most: i
 # -- no constraint helps ---------------------------------------------------------------------------
 
 SPECS = (P("tp"), P(None, "tp"), P())
-# Without means and softmaxes: of several that gain by coming apart, the plan takes all or those that rules
-# take, and of 1,600 constraints on programs with them four helped.
+# Without means and softmaxes: of several that gain by coming apart, a plan takes none, or those that rules
+# take; of 1,600 constraints on programs with them four helped.
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": torch.mm,
     "sum": torch.add,
