@@ -46,6 +46,16 @@ def test_where_sending_takes_no_time_products_are_split(m: int, k: int) -> None:
     assert axis.flops == pytest.approx(1.0, abs=0.01)
 
 
+def test_what_is_gathered_for_one_is_cut_for_others() -> None:
+    """The product needs x whole, and rows of x, which then are not moved as well."""
+    mesh, specs = Mesh({"tp": 4}, virtual=True), {"in_specs": (P(None, "tp"),), "out_specs": P("tp")}
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ x, torch.relu(x).T
+
+    assert sent(fn, mesh, [ShapeDtype((8, 8))], COMPUTES_AT_ONCE, **specs) == 3 / 4 * 8 * 8 * 4
+
+
 # -- a transformer ---------------------------------------------------------------------------------
 
 WIDTH, HEADS, WORDS, LENGTH = 64, 4, 128, 32
@@ -106,8 +116,8 @@ def test_a_transformer_without_latencies(axes: dict[str, int], batch: P, most: i
 # -- no constraint helps ---------------------------------------------------------------------------
 
 SPECS = (P("tp"), P(None, "tp"), P())
-# Without means and softmaxes: of several that gain by coming apart, a plan takes none, or those that rules
-# take; of 1,600 constraints on programs with them four helped.
+# Without means and softmaxes: of several that gain by coming apart, a plan takes none, or those that
+# rules take; of 1,600 constraints on programs with them four helped.
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": torch.mm,
     "sum": torch.add,
