@@ -30,8 +30,8 @@ from torchard import (
     shard,
 )
 from torchard.functional.programs.tags import LAYOUT
-from torchard.sharding import shard_rewrite
 from torchard.sharding.planning.plan import choose
+from torchard.sharding.scheduling import improved
 
 MESH = Mesh({"dp": 2, "tp": 3}, virtual=True)
 X = random.normal(random.key(0), (8, 6), dtype=torch.float64)
@@ -412,7 +412,7 @@ def test_only_the_outermost_shard_of_a_stack_plans(monkeypatch: pytest.MonkeyPat
         planned.append(mesh)
         return choose(graph, given, mesh)
 
-    monkeypatch.setattr(shard_rewrite, "choose", counted)
+    monkeypatch.setattr(improved, "choose", counted)
     mesh, x = Mesh({"tp": 2}, virtual=True), torch.ones(4, 4)
     inner = shard(lambda x: name(x.sin(), "hidden") * 2, mesh, constrain_at={"hidden": P("tp")})
     run = jit(shard(inner, mesh, out_specs=P("tp")), backend="eager")

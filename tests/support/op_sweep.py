@@ -33,10 +33,11 @@ from sharded_programs import equal_when_sharded
 from torch import fx
 
 from torchard.functional.core.errors import RetraceWarning
-from torchard.sharding import Mesh, P, place, shard, shard_rewrite
+from torchard.sharding import Mesh, P, place, shard
 from torchard.sharding.decompositions.decompose import comes_apart
 from torchard.sharding.planning.plan import Plan, choose
 from torchard.sharding.rules import lookup
+from torchard.sharding.scheduling import improved
 from torchard.sharding.testing import random_spec
 from torchard.testing import Differs
 
@@ -86,11 +87,11 @@ def _is_operation(target: Any) -> bool:
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
     """Look at every plan that ``shard`` makes."""
-    shard_rewrite.choose = seen.plan
+    improved.choose = seen.plan
     try:
         yield
     finally:
-        shard_rewrite.choose = choose
+        improved.choose = choose
 
 
 # -- one case -----------------------------------------------------------------------------------------
