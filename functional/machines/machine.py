@@ -187,14 +187,17 @@ class Machine:
 
     def shared_by(self, ranks: float) -> Machine:
         """The machine as each of several ranks sees it, that share a processor and its memory."""
+        return replace(self.slowed(ranks, ranks), memory=int(self.memory / ranks))
+
+    def slowed(self, launching: float, moving: float) -> Machine:
+        """The machine whose launches, views and calls, and whose rates, are slower by factors."""
         return replace(
             self,
-            flops={dtype: rate / ranks for dtype, rate in self.flops.items()},
-            bandwidth=self.bandwidth / ranks,
-            launch=self.launch * ranks,
-            view=self.view * ranks,
-            call=self.call * ranks,
-            memory=int(self.memory / ranks),
+            flops={dtype: rate / moving for dtype, rate in self.flops.items()},
+            bandwidth=self.bandwidth / moving,
+            launch=self.launch * launching,
+            view=self.view * launching,
+            call=self.call * launching,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -49,13 +49,5 @@ def _slower(machine: Machine, launching: float = 1.0, moving: float = 1.0) -> Ma
     def slower(link: Link) -> Link:
         return Link(link.bandwidth / moving, link.latency * launching)
 
-    return replace(
-        machine,
-        flops={dtype: rate / moving for dtype, rate in machine.flops.items()},
-        bandwidth=machine.bandwidth / moving,
-        launch=machine.launch * launching,
-        view=machine.view * launching,
-        call=machine.call * launching,
-        link=slower(machine.link),
-        links={name: slower(link) for name, link in machine.links.items()},
-    )
+    links = {name: slower(link) for name, link in machine.links.items()}
+    return replace(machine.slowed(launching, moving), link=slower(machine.link), links=links)

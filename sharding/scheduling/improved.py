@@ -105,24 +105,23 @@ def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:
     """What a plan costs; a value that several users read in one layout is moved once."""
     machine = plan.given.on or plan.given.machine
     needed, late, waits = _before_products(spmd), set[fx.Node](), dict[fx.Node, int]()
-    sending, latency, alone, together = 0.0, 0.0, 0, set[object]()
+    sending, latency, calls, merged = 0.0, 0.0, 0, set[object]()
     for node in spmd.nodes:
         if any(n in late or is_product(n) for n in node.all_input_nodes):
             late.add(node)
         waits[node] = max((waits[n] for n in node.all_input_nodes), default=0)
         if COLLECTIVE.on(node):
             sent = COLLECTIVE.of(node)
-            link, count = machine.link_of(sent.axes, sent.kind), times(node)
-            sending += sent.bytes * count / link.bandwidth
+            link, group = machine.link_of(sent.axes, sent.kind), (waits[node], sent.kind, sent.axes)
+            sending += sent.bytes * times(node) / link.bandwidth
             waits[node] += 1
             if node in late and node in needed:
-                alone += count
-            elif (group := (waits[node], sent.kind, sent.axes)) not in together:
-                together.add(group)
-                count = 1
+                met = times(node)
             else:
-                count = 0
-            latency += count * link.latency
+                met = int(group not in merged)
+                merged.add(group)
+            calls += met
+            latency += met * link.latency
     work = 0.0
     for node, option in plan.decision.option.items():
         cost = option.cost(mesh.sizes)
@@ -131,7 +130,7 @@ def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:
             size = cost.exchanged * VAL.of(node).dtype.itemsize
             sending += times(node) * size / machine.link.bandwidth
             latency += times(node) * machine.link.latency
-    return Figures(sending, alone + len(together), latency, work)
+    return Figures(sending, calls, latency, work)
 
 
 def _before_products(graph: fx.Graph) -> set[fx.Node]:

@@ -167,9 +167,9 @@ def _total(
     """The sum of tables over a scope, each of which is over some of its variables."""
     total = np.zeros(shape)
     for table, place in zip(tables, places, strict=True):
-        order = sorted(range(len(place)), key=place.__getitem__)
+        by_place = sorted(range(len(place)), key=place.__getitem__)
         wide = [1] * len(shape)
         for k in place:
             wide[k] = shape[k]
-        total += table.transpose(order).reshape(wide)
+        total += table.transpose(by_place).reshape(wide)
     return total
