@@ -43,6 +43,7 @@ from torchard.sharding.rules import Call, lookup
 from torchard.sharding.rules.registry import result_index, results
 
 __all__ = [
+    "beside",
     "comes_apart",
     "decompose",
     "replaced_by",
@@ -84,9 +85,22 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
     Args:
         parts: for each operand, how many ranks split each dim; None: not by blocks.
     """
+    pieces, outputs = beside(graph, node, parts)
+    if pieces:
+        _replace(graph, node, outputs)
+    return pieces
+
+
+def beside(
+    graph: fx.Graph, node: fx.Node, parts: Parts | None = None
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Insert the decomposition of a node before it: the new nodes, and those that are its results.
+
+    There are none if it has no decomposition.
+    """
     operands = Call.of(node).operands
     if node.target not in _OF_SEVERAL and any(0 in VAL.of(o).shape for o in operands):
-        return []  # empty: nothing to gather, and there is no maximum
+        return [], []  # empty: nothing to gather, and there is no maximum
     entry = DECOMPOSITIONS.get(node.target)
     if isinstance(entry, Checked):
         entry.check(node)
@@ -96,14 +110,9 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
             known[key, i] = _trace(way, node, operands)
         traced = known[key, i]
         if traced is not None and _same_results(traced, node) and not _is_itself(traced, node):
-            break
-    else:
-        return []
-    assert traced is not None
-    with graph.inserting_before(node):
-        pieces, outputs = _inline(graph, traced, operands, node)
-    _replace(graph, node, outputs)
-    return pieces
+            with graph.inserting_before(node):
+                return _inline(graph, traced, operands, node)
+    return [], []
 
 
 # The decompositions of the operations of a graph: equal ones, as those of equal layers, are traced once.

@@ -96,6 +96,7 @@ class LayoutDecision:
             pending sums resolved if several consumers need the value.
         kept: the layout into which a value whose home is given is moved, for all that do not read it at
             home.
+        taken: the versions that are computed in the place of values' own (`minimum/alternatives.py`).
         outputs: the layout of each output.
         bytes: bytes sent per rank.
         work: seconds that the busiest rank computes.
@@ -105,6 +106,7 @@ class LayoutDecision:
     raw: dict[fx.Node, tuple[Layout, ...]] = field(default_factory=dict)
     home: dict[fx.Node, Layout] = field(default_factory=dict)
     kept: dict[fx.Node, Layout] = field(default_factory=dict)
+    taken: dict[fx.Node, fx.Node] = field(default_factory=dict)
     outputs: tuple[Layout, ...] = ()
     bytes: float = 0.0
     work: float = 0.0

@@ -31,7 +31,9 @@ __all__ = [
     "IdleAxisWarning",
     "Plan",
     "choose",
+    "copy_graph",
     "gathered_axes",
+    "given_in",
     "lost_axes",
     "warn_of_idle_axes",
 ]
@@ -102,7 +104,7 @@ def _by_owner(
     copy, env = copy_graph(graph)
     of_copies = {env[product]: known for product, known in owners.items()}
     constraints = by_owner(copy, of_copies, {env[n] for n in given.local})
-    given = _given_in(given, env, copy)
+    given = given_in(given, env, copy)
     return copy, replace(given, relative=given.relative | constraints)
 
 
@@ -118,7 +120,7 @@ def _sorted_in_blocks(
     pairs = zip([env[sort] for sort in sorts(graph)], counts, strict=True)
     if not any([in_blocks(blocked, sort, count) for sort, count in pairs]):
         return None
-    return blocked, _given_in(given, env, blocked)
+    return blocked, given_in(given, env, blocked)
 
 
 def _runs(home: Layout, mesh: Mesh) -> int:
@@ -264,7 +266,7 @@ def _apart(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
     leave. If each were evaluated separately, an earlier operation would still gather its operand.
     """
     graph, env = copy_graph(plan.graph)
-    given = _given_in(plan.given, env, graph)
+    given = given_in(plan.given, env, graph)
 
     def taken(node: fx.Node, homes: Sequence[Layout]) -> list[fx.Node]:
         if _kind(node) in kept_whole or not comes_apart(node) or not _loses(node, homes, mesh):
@@ -383,10 +385,10 @@ def _taken_apart(
     if not any([decompose(graph, env[node], parts[node]) for node in torn]):
         return None
     graph.eliminate_dead_code()
-    return graph, _given_in(plan.given, env, graph)
+    return graph, given_in(plan.given, env, graph)
 
 
-def _given_in(given: Given, env: dict[fx.Node, fx.Node], graph: fx.Graph) -> Given:
+def given_in(given: Given, env: dict[fx.Node, fx.Node], graph: fx.Graph) -> Given:
     """The given constraints, transferred to the nodes of a copy."""
     return replace(
         given,

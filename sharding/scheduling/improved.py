@@ -7,6 +7,7 @@ fewer, and less time on a machine that computes fast and on one that does not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,8 +17,16 @@ from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.tags import COLLECTIVE, VAL
 from torchard.sharding.planning.decision import Given, seconds_per_point
+from torchard.sharding.planning.minimum.alternatives import settled, with_alternatives
 from torchard.sharding.planning.minimum.minimum import improved
-from torchard.sharding.planning.plan import Plan, choose, gathered_axes, lost_axes
+from torchard.sharding.planning.plan import (
+    Plan,
+    choose,
+    copy_graph,
+    gathered_axes,
+    given_in,
+    lost_axes,
+)
 from torchard.sharding.planning.propagate import propagate
 from torchard.sharding.scheduling.partition import partition
 from torchard.sharding.values.mesh import Mesh
@@ -63,26 +72,50 @@ class Figures(NamedTuple):
 def improved_plan(graph: fx.Graph, given: Given, mesh: Mesh) -> tuple[Plan, fx.Graph]:
     """The plan of a program, and its SPMD graph.
 
-    On a given machine, operations that the plan by rules decomposes may also stay whole.
+    On a given machine, of what the plan by rules decomposes, each operation may also stay whole.
     """
     plan, spmd = _improved(choose(graph, given, mesh), mesh)
-    if given.on is None or plan.graph is graph:
+    if given.on is None:
         return plan, spmd
-    whole, whole_spmd = _improved(Plan(graph, given, propagate(graph, given, mesh.sizes)), mesh)
-    known, found = _figures(plan, spmd, mesh), _figures(whole, whole_spmd, mesh)
-    return (whole, whole_spmd) if found.seconds < known.seconds else (plan, spmd)
+    free = _free(plan, mesh)
+    if not free:
+        return plan, spmd
+    other = _with_alternatives(graph, replace(given, outputs=plan.decision.outputs), mesh, free)
+    other_spmd = _partitioned(other, mesh)
+    known, found = _figures(plan, spmd, mesh), _figures(other, other_spmd, mesh)
+    if found.seconds < known.seconds * (1 - _LITTLE):
+        return other, other_spmd
+    return plan, spmd
 
 
-def _improved(plan: Plan, mesh: Mesh) -> tuple[Plan, fx.Graph]:
-    """The plan, or a better one, and its SPMD graph; operations on local values are not planned again.
+def _with_alternatives(
+    graph: fx.Graph, given: Given, mesh: Mesh, axes: Sequence[str]
+) -> Plan:
+    """The minimum if each operation that comes apart may stay whole."""
+    graph, env = copy_graph(graph)
+    given = given_in(given, env, graph)
+    alternatives = with_alternatives(graph, given)
+    start = propagate(graph, given, mesh.sizes, 1)
+    decision = improved(graph, given, mesh.sizes, start, axes, alternatives)
+    return Plan(graph, given, settled(graph, decision, alternatives))
+
+
+def _free(plan: Plan, mesh: Mesh) -> list[str]:
+    """The axes along which a plan may be improved.
 
     Axes that split nothing that is given stay idle. Unless a machine is given, parameters are gathered
     along axes that split them and the rows of a batch, however few the rows are.
     """
-    spmd, on = _partitioned(plan, mesh), plan.given.on
-    free = plan.given.split_axes - (frozenset() if on else gathered_axes(plan.given))
-    axes = [a for a in mesh.axes if a in free and mesh.shape[a] > 1]
-    if plan.given.local or not axes:
+    free = plan.given.split_axes
+    if plan.given.on is None:
+        free -= gathered_axes(plan.given)
+    return [a for a in mesh.axes if a in free and mesh.shape[a] > 1 and not plan.given.local]
+
+
+def _improved(plan: Plan, mesh: Mesh) -> tuple[Plan, fx.Graph]:
+    """The plan, or a better one, and its SPMD graph; operations on local values are not planned again."""
+    spmd, on, axes = _partitioned(plan, mesh), plan.given.on, _free(plan, mesh)
+    if not axes:
         return plan, spmd
     decision = improved(plan.graph, plan.given, mesh.sizes, plan.decision, axes)
     if decision is plan.decision:

@@ -12,18 +12,17 @@ from torch import fx
 
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.markers import again, enter, leave, row
-from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.factors import Rule
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, atomic, build, factor_axes
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.decision import Given, LayoutDecision
+from torchard.sharding.planning.minimum.alternatives import Alternatives, source_of, values_of
 from torchard.sharding.planning.minimum.elimination import TooWide
 from torchard.sharding.rules import Call, rule_of
-from torchard.sharding.rules.registry import result_index
 
-__all__ = ["Choices", "values_of"]
+__all__ = ["Choices"]
 
 _MOST = 64  # layouts of a value, and options of an operation
 _CARRIES = (enter, again, leave)
@@ -44,9 +43,16 @@ class Choices:
     """
 
     def __init__(
-        self, graph: fx.Graph, given: Given, sizes: Sizes, axis: str, now: LayoutDecision
+        self,
+        graph: fx.Graph,
+        given: Given,
+        sizes: Sizes,
+        axis: str,
+        now: LayoutDecision,
+        alternatives: Alternatives,
     ) -> None:
         self.sizes, self.axis, self.now = sizes, axis, now
+        self.value, self._versions = alternatives.value, alternatives.versions
         self.options: dict[fx.Node, tuple[Option, ...]] = {}
         self.layouts: dict[fx.Node, dict[Layout, None]] = defaultdict(dict)
         self._in_parts: dict[fx.Node, list[Layout]] = defaultdict(list)
@@ -83,12 +89,14 @@ class Choices:
 
     def _add(self, value: fx.Node, layout: Layout) -> None:
         """Add a layout of a value; operations that it may cut are visited again."""
+        value = self.value(value)
         known = self.layouts[value]
         if layout in known:
             return
         known[layout] = None
-        source = value.all_input_nodes[0] if value.target is operator.getitem else value
-        near = [source, *value.users]
+        near: list[fx.Node] = []
+        for version in self._versions.get(value, (value,)):
+            near += (source_of(version), *version.users)
         if any(len(dim) > 1 for dim in layout.dims):
             self._in_parts[value].append(layout)
         else:
@@ -97,16 +105,16 @@ class Choices:
 
     def _cuts(self, node: fx.Node, call: Call) -> tuple[tuple[int, Layout], ...]:
         """Layouts of operands (by position) and of the first result (-1) with dims of several parts."""
-        found = [(k, x) for k, operand in enumerate(call.operands) for x in self._in_parts[operand]]
+        pairs = [*enumerate(call.operands)]
         if 0 in (values := values_of(node)):
-            found += [(-1, x) for x in self._in_parts[values[0]]]
-        return tuple(found)
+            pairs.append((-1, values[0]))
+        return tuple([(k, x) for k, value in pairs for x in self._in_parts[self.value(value)]])
 
     def _carried(self, node: fx.Node, call: Call) -> tuple[Option, ...]:
         """A carry enters, is handed on, and leaves in one layout."""
         rule = rule_of(call)
         layouts = dict.fromkeys(
-            x.reduced() for v in (*call.operands, node) for x in self.layouts[v]
+            x.reduced() for v in (*call.operands, node) for x in self.layouts[self.value(v)]
         )
         made: dict[Layout, Option] = {}
         for layout in layouts:
@@ -147,15 +155,6 @@ def _reads_home(user: fx.Node, value: fx.Node, now: LayoutDecision) -> bool:
         return True
     operands = zip(Call.of(user).operands, option.ins, strict=True)
     return all(layout == now.home[value] for operand, layout in operands if operand is value)
-
-
-def values_of(node: fx.Node) -> dict[int, fx.Node]:
-    """The values that an operation computes, by the index of the result."""
-    if isinstance(VAL.of(node), (tuple, list)):
-        return {
-            result_index(user): user for user in node.users if hasattr(VAL.get(user), "shape")
-        }
-    return {0: node}
 
 
 @functools.lru_cache(maxsize=16384)

@@ -7,7 +7,8 @@ Variables are the option x_o of each operation o and the layout y_v in which eac
 work is the time of the busiest rank, move that of the cheapest reshard (`layouts/reshard.py`): its bytes
 by the bandwidth of its axes, and a latency for each collective. What is in a loop counts as often as it
 runs. Inputs and constraints fix layouts, and outputs have those of the plan that is improved; a carry has
-one layout, and a cotangent that of its output.
+one layout, and a cotangent that of its output. An operation that comes apart stands beside its
+decomposition (`alternatives.py`): v's state also says which of them computes it, and x_o may be off.
 
 The minimum is exact along one axis, given what the others do, or has a bound where that takes too long
 (`bounds.py`); axes take turns until none improves the plan. Not in the sum: that a value which several
@@ -31,8 +32,15 @@ from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option
 from torchard.sharding.planning.decision import Given, LayoutDecision, seconds_per_point
+from torchard.sharding.planning.minimum.alternatives import (
+    NONE,
+    Alternatives,
+    States,
+    source_of,
+    values_of,
+)
 from torchard.sharding.planning.minimum.bounds import SweepBudget, solved
-from torchard.sharding.planning.minimum.choices import Choices, values_of
+from torchard.sharding.planning.minimum.choices import Choices
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.rules import Call
@@ -45,10 +53,15 @@ _TURNS = 4  # times that each axis is tried
 
 
 def improved(
-    graph: fx.Graph, given: Given, sizes: Sizes, start: LayoutDecision, axes: Iterable[str]
+    graph: fx.Graph,
+    given: Given,
+    sizes: Sizes,
+    start: LayoutDecision,
+    axes: Iterable[str],
+    alternatives: Alternatives = NONE,
 ) -> LayoutDecision:
     """A decision that no change along one of these axes improves, beginning with another."""
-    energy, best = Energy(graph, given, sizes), start
+    energy, best = Energy(graph, given, sizes, alternatives), start
     waiting = deque(axes)
     for _ in range(_TURNS * len(waiting)):
         if not waiting:
@@ -64,8 +77,11 @@ def improved(
 class Energy:
     """The cost of decisions on one program."""
 
-    def __init__(self, graph: fx.Graph, given: Given, sizes: Sizes) -> None:
+    def __init__(
+        self, graph: fx.Graph, given: Given, sizes: Sizes, alternatives: Alternatives = NONE
+    ) -> None:
         self.graph, self.given, self.sizes = graph, given, sizes
+        self.alternatives = alternatives
         self.machine = given.on or given.machine
         self.reshards = Reshards(sizes, self.machine)
         self._works: dict[object, Table] = {}
@@ -75,7 +91,8 @@ class Energy:
     def along(self, axis: str, now: LayoutDecision) -> LayoutDecision | None:
         """The cheapest decision that differs along one axis only; None if that is none."""
         try:
-            model = _Model(self, Choices(self.graph, self.given, self.sizes, axis, now))
+            choices = Choices(self.graph, self.given, self.sizes, axis, now, self.alternatives)
+            model = _Model(self, choices)
             found = solved(model.problem, self.budget)
         except TooWide:
             return None
@@ -110,12 +127,13 @@ class _Model:
 
     def __init__(self, energy: Energy, choices: Choices) -> None:
         self.energy, self.choices = energy, choices
+        self.alternatives = energy.alternatives
         self.given, self.graph = energy.given, energy.graph
         self.table = energy.reshards.table
         self.problem = Terms()
         self.of_value: dict[fx.Node, int] = {}
         self.of_option: dict[fx.Node, int] = {}
-        self.layouts: dict[fx.Node, tuple[Layout, ...]] = {}
+        self.states_of: dict[fx.Node, States] = {}
         self.outputs = output_values(self.graph)
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -131,11 +149,18 @@ class _Model:
 
     # -- variables --------------------------------------------------------------------------------
 
-    def _value(self, node: fx.Node, layouts: tuple[Layout, ...], unary: Table | None = None) -> int:
-        self.layouts[node] = layouts
-        costs = np.zeros(len(layouts)) if unary is None else unary
-        self.of_value[node] = self.problem.variable(self.energy.shared(costs))
-        return self.of_value[node]
+    def _value(
+        self, node: fx.Node, layouts: Iterable[Layout], unary: Table | None = None
+    ) -> tuple[int, States]:
+        """The variable of a value and its states; that of all versions is one."""
+        value = self.alternatives.value(node)
+        if value not in self.of_value:
+            versions = len(self.alternatives.versions.get(value, (value,)))
+            may_be_off = source_of(value) in self.alternatives.pieces
+            states = self.states_of[value] = States(tuple(layouts), versions, may_be_off)
+            costs = np.zeros(states.count) if unary is None else unary
+            self.of_value[value] = self.problem.variable(self.energy.shared(costs))
+        return self.of_value[value], self.states_of[value]
 
     def _input(self, node: fx.Node) -> None:
         """An input, or a cotangent, which has the layout of its output."""
@@ -146,8 +171,7 @@ class _Model:
         fixed = self.given.constraints[node]
         self._moved(node, fixed)
         (source,) = node.all_input_nodes
-        costs = self.table(self.layouts[source], (fixed,), *_element(source))[:, 0]
-        self.problem.add((self.of_value[source],), self.energy.shared(costs))
+        self._read_as(source, fixed)
 
     def _moved(self, node: fx.Node, given: Layout) -> None:
         """A value whose layout is given: all that read it in another one share one move."""
@@ -160,63 +184,94 @@ class _Model:
     def _related(self, node: fx.Node) -> None:
         """A value that is read in a layout that depends on its own."""
         (source,) = node.all_input_nodes
-        relation, have = self.given.relative[node], self.layouts[source]
+        at, states = self._value(source, ())
+        relation, have = self.given.relative[node], states.layouts
         wanted = [relation(x.reduced(), self.energy.sizes) for x in have]
-        layouts = tuple(dict.fromkeys(wanted))
-        here = self._value(node, layouts)
-        costs = self.table(have, layouts, *_element(source)) + _equal(tuple(wanted), layouts)
-        self.problem.add((self.of_value[source], here), self.energy.shared(costs))
+        here, own = self._value(node, dict.fromkeys(wanted))
+        costs = self.table(have, own.layouts, *_element(source)) + _equal(tuple(wanted), own.layouts)
+        self.problem.add((at, here), self.energy.shared(states.read(costs)))
 
     def _operation(self, node: fx.Node) -> None:
         options = self.choices.options[node]
-        at = self.problem.variable(self.energy.works(node, options))
-        self.of_option[node] = at
+        works = self.energy.works(node, options)
+        if may_be_off := self._may_be_off(node):
+            works = self.energy.shared(np.append(works, 0.0))
+        at = self.of_option[node] = self.problem.variable(works)
         tied = node.target in (enter, again, leave)
         operands = Call.of(node).operands
         for k, operand in enumerate(operands):
             carry = node.target in (again, leave) and k == len(operands) - 1
             # Of a stack, rows are moved: to move it as a whole would take the memory of all.
             fixed = carry or node.target is row or operand in self.choices.staying
-            self._edge(operand, at, tuple(o.ins[k] for o in options), fixed)
+            source, states = self._value(operand, ())
+            costs = self._table(states.layouts, tuple(o.ins[k] for o in options), operand, fixed)
+            if may_be_off or not states.plain:
+                costs = self.energy.shared(states.read(costs, may_be_off))
+            self.problem.add((source, at), costs)
         for i, value in values_of(node).items():
-            outs = tuple(o.outs[i] for o in options)
-            layouts = tuple(self.choices.layouts[value])
-            here = self._value(value, layouts)
+            here, states = self._value(value, self.choices.layouts[self.alternatives.value(value)])
             fixed = tied or value in self.choices.staying
-            costs = _equal(outs, layouts) if fixed else self.table(outs, layouts, *_element(value))
+            costs = self._table(tuple(o.outs[i] for o in options), states.layouts, value, fixed)
+            if may_be_off:
+                costs = self.energy.shared(states.computed(costs, self._version(value)))
             self.problem.add((at, here), costs)
 
-    def _edge(
-        self, source: fx.Node, at: int, wanted: tuple[Layout, ...], equal: bool = False
-    ) -> None:
-        layouts = self.layouts[source]
-        costs = _equal(layouts, wanted) if equal else self.table(layouts, wanted, *_element(source))
-        self.problem.add((self.of_value[source], at), costs)
+    def _table(
+        self, have: tuple[Layout, ...], want: tuple[Layout, ...], value: fx.Node, equal: bool
+    ) -> Table:
+        return _equal(have, want) if equal else self.table(have, want, *_element(value))
+
+    def _may_be_off(self, node: fx.Node) -> bool:
+        """Whether other versions may be taken of what an operation computes, or none."""
+        of = self.alternatives.of
+        return node in self.alternatives.pieces or any(v in of for v in values_of(node).values())
+
+    def _version(self, node: fx.Node) -> int:
+        value = self.alternatives.value(node)
+        return self.alternatives.versions.get(value, (value,)).index(node)
 
     def _output(self, i: int, value: fx.Node) -> None:
-        wanted = (self.choices.now.outputs[i],)
-        costs = self.table(self.layouts[value], wanted, *_element(value))[:, 0]
-        self.problem.add((self.of_value[value],), self.energy.shared(costs))
+        self._read_as(value, self.choices.now.outputs[i])
+
+    def _read_as(self, node: fx.Node, wanted: Layout) -> None:
+        at, states = self._value(node, ())
+        costs = states.read(self.table(states.layouts, (wanted,), *_element(node)))[:, 0]
+        self.problem.add((at,), self.energy.shared(costs))
 
     # -- decisions --------------------------------------------------------------------------------
 
     def states(self) -> list[int]:
         """The states of the decision that is improved: the first, but for computed values."""
-        states = [0] * len(self.problem.sizes)
+        now, found = self.choices.now, [0] * len(self.problem.sizes)
+        on = self.alternatives.on(self.graph, now.taken)
+        for node, at in self.of_option.items():
+            if node not in on and self._may_be_off(node):
+                found[at] = self.problem.sizes[at] - 1
         for node, at in self.of_value.items():
             if node not in self.given.inputs and node not in self.given.constraints:
-                states[at] = self.layouts[node].index(self.choices.now.home[node])
-        return states
+                taken, states = now.taken.get(node, node), self.states_of[node]
+                if taken in on or not states.may_be_off:
+                    found[at] = states.index(now.home[node], self._version(taken))
+                else:
+                    found[at] = states.count - 1
+        return found
 
     def decision(self, states: list[int]) -> LayoutDecision:
-        """The decision of a solution."""
-        made = LayoutDecision()
+        """The decision of a solution; what is off stays as it was."""
+        now = self.choices.now
+        made = LayoutDecision(option={**now.option}, raw={**now.raw}, home={**now.home})
         for node, at in self.of_option.items():
-            option = made.option[node] = self.choices.options[node][states[at]]
-            made.raw[node] = option.outs
-        for node, at in self.of_value.items():
-            made.home[node] = self.layouts[node][states[at]]
-        made.outputs = self.choices.now.outputs
+            if states[at] < len(self.choices.options[node]):
+                option = made.option[node] = self.choices.options[node][states[at]]
+                made.raw[node] = option.outs
+        for value, at in self.of_value.items():
+            known = self.states_of[value]
+            if (layout := known.layout(states[at])) is not None:
+                versions = self.alternatives.versions.get(value, (value,))
+                made.home |= dict.fromkeys(versions, layout)
+                if taken := known.version(states[at]):
+                    made.taken[value] = versions[taken]
+        made.outputs = now.outputs
         given = {n: x if isinstance(x, int) else x[0] for n, x in self.given.inputs.items()}
         for node, known in (given | self.given.constraints).items():
             home = made.outputs[known] if isinstance(known, int) else known

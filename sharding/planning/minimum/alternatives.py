@@ -1,0 +1,188 @@
+"""Operations that come apart, beside their decompositions: a decision takes the one or the other.
+
+A value may have several versions: that of its own operation, and those of decompositions. One of them is
+taken. Operations that no taken version needs are off: they cost nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch import fx
+
+from torchard.functional.programs.graphs import output_node
+from torchard.functional.programs.tags import VAL
+from torchard.sharding.decompositions.decompose import beside, comes_apart, stand_in
+from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
+from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.planning.decision import Given, LayoutDecision
+from torchard.sharding.planning.minimum.elimination import Table
+from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.rules.registry import result_index
+
+__all__ = [
+    "NONE",
+    "Alternatives",
+    "States",
+    "settled",
+    "source_of",
+    "values_of",
+    "with_alternatives",
+]
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """The versions of values.
+
+    Attributes:
+        versions: by value that has several: all of them, its own first.
+        of: by version: the value.
+        pieces: the operations of all decompositions.
+    """
+
+    versions: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+    of: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    pieces: set[fx.Node] = field(default_factory=set)
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """The value of which a node is a version."""
+        return self.of.get(node, node)
+
+    def on(self, graph: fx.Graph, taken: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+        """The nodes that are needed, if some values' versions are taken in place of their own."""
+        found = {output_node(graph)}
+        waiting = [output_node(graph)]
+        while waiting:
+            for source in waiting.pop().all_input_nodes:
+                value = self.value(source)
+                node = taken.get(value, value)
+                if node not in found:
+                    found.add(node)
+                    waiting.append(node)
+        return found
+
+    def _add(self, value: fx.Node, version: fx.Node) -> None:
+        value = self.value(value)
+        self.of.update({value: value, version: value})
+        self.versions[value] = (*self.versions.get(value, (value,)), version)
+
+
+NONE = Alternatives()
+
+
+@dataclass(frozen=True)
+class States:
+    """The states of a value: its layouts, for one version after another; and off, if it may be."""
+
+    layouts: tuple[Layout, ...]
+    versions: int
+    may_be_off: bool
+
+    @property
+    def count(self) -> int:
+        """The number of states."""
+        return len(self.layouts) * self.versions + self.may_be_off
+
+    @property
+    def plain(self) -> bool:
+        """Whether each state is a layout."""
+        return self.versions == 1 and not self.may_be_off
+
+    def index(self, layout: Layout, version: int) -> int:
+        """The state of a version in a layout."""
+        return version * len(self.layouts) + self.layouts.index(layout)
+
+    def layout(self, state: int) -> Layout | None:
+        """The layout in a state; None if the value is off."""
+        off = state == len(self.layouts) * self.versions
+        return None if off else self.layouts[state % len(self.layouts)]
+
+    def version(self, state: int) -> int:
+        """The version in a state."""
+        return state // len(self.layouts)
+
+    def read(self, costs: Table, may_be_off: bool = False) -> Table:
+        """What it costs a user to read the value, by state and option, from costs by layout.
+
+        Args:
+            may_be_off: whether the user's last state is to be off, in which it reads nothing.
+        """
+        wide = np.tile(costs, (self.versions, 1))
+        if self.may_be_off:
+            wide = np.pad(wide, ((0, 1), (0, 0)), constant_values=np.inf)
+        return np.pad(wide, ((0, 0), (0, 1))) if may_be_off else wide
+
+    def computed(self, costs: Table, version: int) -> Table:
+        """What it costs to compute a version, by option (off last) and state, from costs by layout."""
+        ours = slice(version * len(self.layouts), (version + 1) * len(self.layouts))
+        wide = np.full((len(costs) + 1, self.count), np.inf)
+        wide[:-1, ours] = costs
+        wide[-1] = 0.0
+        wide[-1, ours] = np.inf
+        return wide
+
+
+def with_alternatives(graph: fx.Graph, given: Given) -> Alternatives:
+    """Insert the decompositions of operations that come apart, and of those that are parts of them."""
+    found, waiting = Alternatives(), list(graph.nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in given.local or not _may_gain(node):
+            continue
+        pieces, results = beside(graph, node)
+        pairs = {value: results[i] for i, value in values_of(node).items() if results}
+        if pairs and len({*pairs.values()} & {*pieces}) == len(pairs):
+            for pair in pairs.items():
+                found._add(*pair)
+            found.pieces.update(pieces)
+            waiting += pieces
+        else:  # a result is an operand
+            for piece in reversed(pieces):
+                graph.erase_node(piece)
+    return found
+
+
+def _may_gain(node: fx.Node) -> bool:
+    """Whether a decomposition may be split where the operation may not."""
+    if node.op != "call_function" or node.target is operator.getitem or not comes_apart(node):
+        return False
+    return node.target in BIASED_PRODUCTS or bool(rule_of(Call.of(node)).whole)
+
+
+def values_of(node: fx.Node) -> dict[int, fx.Node]:
+    """The values that an operation computes, by the index of the result."""
+    if isinstance(VAL.of(node), (tuple, list)):
+        return {
+            result_index(user): user for user in node.users if hasattr(VAL.get(user), "shape")
+        }
+    return {0: node}
+
+
+def source_of(value: fx.Node) -> fx.Node:
+    """The operation that computes a value."""
+    return value.all_input_nodes[0] if value.target is operator.getitem else value
+
+
+def settled(
+    graph: fx.Graph, decision: LayoutDecision, alternatives: Alternatives
+) -> LayoutDecision:
+    """The decision, with the graph changed to contain what is on only."""
+    on = alternatives.on(graph, decision.taken)
+    for value, version in decision.taken.items():
+        for other in alternatives.versions[value]:
+            if other is not version:
+                stand_in(version, other)
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node not in on:
+            graph.erase_node(node)
+    return replace(
+        decision,
+        option={n: x for n, x in decision.option.items() if n in on},
+        raw={n: x for n, x in decision.raw.items() if n in on},
+        home={n: x for n, x in decision.home.items() if n in on or n.op == "placeholder"},
+        taken={},
+    )
