@@ -6,6 +6,7 @@ taken. Operations that no taken version needs are off: they cost nothing.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from torchard.sharding.rules.registry import result_index
 __all__ = [
     "NONE",
     "Alternatives",
+    "Place",
     "States",
     "settled",
     "source_of",
@@ -74,39 +76,53 @@ class Alternatives:
 NONE = Alternatives()
 
 
+Place = tuple[Layout, Layout]
+"""Where a value is: at home, and moved from there into a second layout, or the same one."""
+
+
 @dataclass(frozen=True)
 class States:
-    """The states of a value: its layouts, for one version after another; and off, if it may be."""
+    """The states of a value: its places, for one version after another; and off, if it may be."""
 
-    layouts: tuple[Layout, ...]
+    places: tuple[Place, ...]
     versions: int
     may_be_off: bool
+
+    @functools.cached_property
+    def homes(self) -> tuple[Layout, ...]:
+        """The first layout in each place."""
+        return tuple(home for home, _ in self.places)
+
+    @functools.cached_property
+    def kept(self) -> tuple[Layout, ...]:
+        """The second layout in each place."""
+        return tuple(kept for _, kept in self.places)
 
     @property
     def count(self) -> int:
         """The number of states."""
-        return len(self.layouts) * self.versions + self.may_be_off
+        return len(self.places) * self.versions + self.may_be_off
 
     @property
     def plain(self) -> bool:
-        """Whether each state is a layout."""
+        """Whether each state is a place."""
         return self.versions == 1 and not self.may_be_off
 
-    def index(self, layout: Layout, version: int) -> int:
-        """The state of a version in a layout."""
-        return version * len(self.layouts) + self.layouts.index(layout)
+    def index(self, place: Place, version: int) -> int:
+        """The state of a version in a place."""
+        return version * len(self.places) + self.places.index(place)
 
-    def layout(self, state: int) -> Layout | None:
-        """The layout in a state; None if the value is off."""
-        off = state == len(self.layouts) * self.versions
-        return None if off else self.layouts[state % len(self.layouts)]
+    def place(self, state: int) -> Place | None:
+        """The place in a state; None if the value is off."""
+        off = state == len(self.places) * self.versions
+        return None if off else self.places[state % len(self.places)]
 
     def version(self, state: int) -> int:
         """The version in a state."""
-        return state // len(self.layouts)
+        return state // len(self.places)
 
     def read(self, costs: Table, may_be_off: bool = False) -> Table:
-        """What it costs a user to read the value, by state and option, from costs by layout.
+        """What it costs a user to read the value, by state and option, from costs by place.
 
         Args:
             may_be_off: whether the user's last state is to be off, in which it reads nothing.
@@ -117,8 +133,8 @@ class States:
         return np.pad(wide, ((0, 0), (0, 1))) if may_be_off else wide
 
     def computed(self, costs: Table, version: int) -> Table:
-        """What it costs to compute a version, by option (off last) and state, from costs by layout."""
-        ours = slice(version * len(self.layouts), (version + 1) * len(self.layouts))
+        """What it costs to compute a version, by option (off last) and state, from costs by place."""
+        ours = slice(version * len(self.places), (version + 1) * len(self.places))
         wide = np.full((len(costs) + 1, self.count), np.inf)
         wide[:-1, ours] = costs
         wide[-1] = 0.0
@@ -184,5 +200,6 @@ def settled(
         option={n: x for n, x in decision.option.items() if n in on},
         raw={n: x for n, x in decision.raw.items() if n in on},
         home={n: x for n, x in decision.home.items() if n in on or n.op == "placeholder"},
+        kept={n: x for n, x in decision.kept.items() if n in on or n.op == "placeholder"},
         taken={},
     )

@@ -22,10 +22,10 @@ from torchard.sharding.planning.minimum.alternatives import Alternatives, source
 from torchard.sharding.planning.minimum.elimination import TooWide
 from torchard.sharding.rules import Call, rule_of
 
-__all__ = ["Choices"]
+__all__ = ["CARRIES", "Choices"]
 
 _MOST = 64  # layouts of a value, and options of an operation
-_CARRIES = (enter, again, leave)
+CARRIES = (enter, again, leave)
 Passed = tuple[tuple[str, frozenset[int]], ...]
 
 
@@ -69,7 +69,7 @@ class Choices:
 
     def _visit(self, node: fx.Node) -> None:
         call = Call.of(node)
-        if node.target in _CARRIES:
+        if node.target in CARRIES:
             found = self._carried(node, call)
         else:
             found = _options(
@@ -100,7 +100,7 @@ class Choices:
         if any(len(dim) > 1 for dim in layout.dims):
             self._in_parts[value].append(layout)
         else:
-            near = [n for n in near if n.target in _CARRIES]
+            near = [n for n in near if n.target in CARRIES]
         self._waiting.update((n, None) for n in near if n in self.now.option)
 
     def _cuts(self, node: fx.Node, call: Call) -> tuple[tuple[int, Layout], ...]:

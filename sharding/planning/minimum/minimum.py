@@ -27,7 +27,7 @@ from torch import fx
 
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.loops import times
-from torchard.functional.programs.markers import again, enter, leave, row
+from torchard.functional.programs.markers import again, leave, row
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option
@@ -35,12 +35,13 @@ from torchard.sharding.planning.decision import Given, LayoutDecision, seconds_p
 from torchard.sharding.planning.minimum.alternatives import (
     NONE,
     Alternatives,
+    Place,
     States,
     source_of,
     values_of,
 )
 from torchard.sharding.planning.minimum.bounds import SweepBudget, solved
-from torchard.sharding.planning.minimum.choices import Choices
+from torchard.sharding.planning.minimum.choices import CARRIES, Choices
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.rules import Call
@@ -49,6 +50,7 @@ __all__ = ["Energy", "improved"]
 
 _SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
 _LITTLE = 1e-9
+_FREE = 1e-11  # seconds of a move that sends nothing
 _TURNS = 4  # times that each axis is tried
 
 
@@ -149,46 +151,48 @@ class _Model:
 
     # -- variables --------------------------------------------------------------------------------
 
-    def _value(
-        self, node: fx.Node, layouts: Iterable[Layout], unary: Table | None = None
-    ) -> tuple[int, States]:
-        """The variable of a value and its states; that of all versions is one."""
+    def _value(self, node: fx.Node) -> tuple[int, States]:
+        """The variable and the states of a value, or of all of its versions."""
         value = self.alternatives.value(node)
-        if value not in self.of_value:
-            versions = len(self.alternatives.versions.get(value, (value,)))
-            may_be_off = source_of(value) in self.alternatives.pieces
-            states = self.states_of[value] = States(tuple(layouts), versions, may_be_off)
-            costs = np.zeros(states.count) if unary is None else unary
-            self.of_value[value] = self.problem.variable(self.energy.shared(costs))
         return self.of_value[value], self.states_of[value]
+
+    def _new(self, value: fx.Node, places: Iterable[Place]) -> None:
+        """The variable of a value that is in one of these places."""
+        versions = len(self.alternatives.versions.get(value, (value,)))
+        may_be_off = source_of(value) in self.alternatives.pieces
+        states = self.states_of[value] = States(tuple(places), versions, may_be_off)
+        moves = [self._move(value, home, kept) for home, kept in states.places]
+        costs = np.array([*moves * versions, *[0.0] * may_be_off])
+        self.of_value[value] = self.problem.variable(self.energy.shared(costs))
+
+    def _move(self, value: fx.Node, have: Layout, want: Layout) -> float:
+        return self.energy.reshards.seconds(have, want, *_element(value))
 
     def _input(self, node: fx.Node) -> None:
         """An input, or a cotangent, which has the layout of its output."""
         known = self.given.inputs[node]
-        self._moved(node, self.choices.now.outputs[known] if isinstance(known, int) else known[0])
+        self._given(node, self.choices.now.outputs[known] if isinstance(known, int) else known[0])
 
     def _fixed(self, node: fx.Node) -> None:
         fixed = self.given.constraints[node]
-        self._moved(node, fixed)
-        (source,) = node.all_input_nodes
-        self._read_as(source, fixed)
+        self._given(node, fixed)
+        self._read_as(node.all_input_nodes[0], fixed)
 
-    def _moved(self, node: fx.Node, given: Layout) -> None:
-        """A value whose layout is given: all that read it in another one share one move."""
-        layouts = {given: None}
-        if node not in self.choices.staying:
-            layouts |= self.choices.layouts[node]
-        have = tuple(x for x in layouts if x == given or not x.pending)
-        self._value(node, have, self.table((given,), have, *_element(node))[0])
+    def _given(self, node: fx.Node, home: Layout) -> None:
+        """A value whose layout is given: all that read it in another one may share one move."""
+        staying = node in self.choices.staying
+        others = [] if staying else [x for x in self.choices.layouts[node] if not x.pending]
+        self._new(node, dict.fromkeys([(home, home), *((home, x) for x in others)]))
 
     def _related(self, node: fx.Node) -> None:
         """A value that is read in a layout that depends on its own."""
         (source,) = node.all_input_nodes
-        at, states = self._value(source, ())
-        relation, have = self.given.relative[node], states.layouts
-        wanted = [relation(x.reduced(), self.energy.sizes) for x in have]
-        here, own = self._value(node, dict.fromkeys(wanted))
-        costs = self.table(have, own.layouts, *_element(source)) + _equal(tuple(wanted), own.layouts)
+        at, states = self._value(source)
+        relation = self.given.relative[node]
+        wanted = [relation(home.reduced(), self.energy.sizes) for home, _ in states.places]
+        self._new(node, [(x, x) for x in dict.fromkeys(wanted)])
+        here, own = self._value(node)
+        costs = self._read(states, own.homes, source) + _equal(tuple(wanted), own.homes)
         self.problem.add((at, here), self.energy.shared(states.read(costs)))
 
     def _operation(self, node: fx.Node) -> None:
@@ -197,24 +201,58 @@ class _Model:
         if may_be_off := self._may_be_off(node):
             works = self.energy.shared(np.append(works, 0.0))
         at = self.of_option[node] = self.problem.variable(works)
-        tied = node.target in (enter, again, leave)
         operands = Call.of(node).operands
         for k, operand in enumerate(operands):
             carry = node.target in (again, leave) and k == len(operands) - 1
             # Of a stack, rows are moved: to move it as a whole would take the memory of all.
             fixed = carry or node.target is row or operand in self.choices.staying
-            source, states = self._value(operand, ())
-            costs = self._table(states.layouts, tuple(o.ins[k] for o in options), operand, fixed)
+            source, states = self._value(operand)
+            costs = self._read(states, tuple(o.ins[k] for o in options), operand, fixed)
             if may_be_off or not states.plain:
                 costs = self.energy.shared(states.read(costs, may_be_off))
             self.problem.add((source, at), costs)
         for i, value in values_of(node).items():
-            here, states = self._value(value, self.choices.layouts[self.alternatives.value(value)])
-            fixed = tied or value in self.choices.staying
-            costs = self._table(tuple(o.outs[i] for o in options), states.layouts, value, fixed)
-            if may_be_off:
-                costs = self.energy.shared(states.computed(costs, self._version(value)))
-            self.problem.add((at, here), costs)
+            self._computed(value, at, tuple(o.outs[i] for o in options), may_be_off)
+
+    def _computed(
+        self, node: fx.Node, at: int, outs: tuple[Layout, ...], may_be_off: bool
+    ) -> None:
+        """A value that the options of an operation compute in some layouts."""
+        value, fixed = self.alternatives.value(node), source_of(node).target in CARRIES
+        fixed = fixed or node in self.choices.staying
+        if value not in self.of_value:
+            self._new(value, self._places(value, fixed))
+        here, states = self._value(node)
+        costs = self._table(outs, states.homes, node, fixed)
+        if may_be_off:
+            costs = self.energy.shared(states.computed(costs, self._version(node)))
+        self.problem.add((at, here), costs)
+
+    def _places(self, value: fx.Node, fixed: bool) -> list[Place]:
+        """Where a value may be: in one layout, or in two if moves either way send."""
+        layouts = self.choices.layouts[value]
+        versions = self.alternatives.versions.get(value, (value,))
+        single = [(x, x) for x in layouts]
+        if fixed or not self.given.on or sum(len(v.users) for v in versions) < 2:
+            return single
+        return single + [
+            (home, kept)
+            for home in layouts
+            for kept in layouts
+            if home != kept
+            and not kept.pending
+            and home.varying == kept.varying
+            and min(self._move(value, home, kept), self._move(value, kept, home)) > _FREE
+        ]
+
+    def _read(
+        self, states: States, wanted: tuple[Layout, ...], value: fx.Node, equal: bool = False
+    ) -> Table:
+        """The cost of reading a value in some layouts, by its place."""
+        costs = self._table(states.homes, wanted, value, equal)
+        if states.kept == states.homes:
+            return costs
+        return np.minimum(costs, self._table(states.kept, wanted, value, equal))
 
     def _table(
         self, have: tuple[Layout, ...], want: tuple[Layout, ...], value: fx.Node, equal: bool
@@ -234,50 +272,49 @@ class _Model:
         self._read_as(value, self.choices.now.outputs[i])
 
     def _read_as(self, node: fx.Node, wanted: Layout) -> None:
-        at, states = self._value(node, ())
-        costs = states.read(self.table(states.layouts, (wanted,), *_element(node)))[:, 0]
+        at, states = self._value(node)
+        costs = states.read(self._read(states, (wanted,), node))[:, 0]
         self.problem.add((at,), self.energy.shared(costs))
 
     # -- decisions --------------------------------------------------------------------------------
 
     def states(self) -> list[int]:
-        """The states of the decision that is improved: the first, but for computed values."""
+        """The states of the decision that is improved."""
         now, found = self.choices.now, [0] * len(self.problem.sizes)
         on = self.alternatives.on(self.graph, now.taken)
         for node, at in self.of_option.items():
             if node not in on and self._may_be_off(node):
                 found[at] = self.problem.sizes[at] - 1
         for node, at in self.of_value.items():
-            if node not in self.given.inputs and node not in self.given.constraints:
-                taken, states = now.taken.get(node, node), self.states_of[node]
-                if taken in on or not states.may_be_off:
-                    found[at] = states.index(now.home[node], self._version(taken))
-                else:
-                    found[at] = states.count - 1
+            taken, states = now.taken.get(node, node), self.states_of[node]
+            if taken in on or not states.may_be_off:
+                home = states.homes[0] if node in self.given.inputs else now.home[node]
+                place = home, now.kept.get(node, home)
+                found[at] = states.index(place, self._version(taken))
+            else:
+                found[at] = states.count - 1
         return found
 
     def decision(self, states: list[int]) -> LayoutDecision:
         """The decision of a solution; what is off stays as it was."""
         now = self.choices.now
         made = LayoutDecision(option={**now.option}, raw={**now.raw}, home={**now.home})
+        made.outputs = now.outputs
         for node, at in self.of_option.items():
             if states[at] < len(self.choices.options[node]):
                 option = made.option[node] = self.choices.options[node][states[at]]
                 made.raw[node] = option.outs
         for value, at in self.of_value.items():
             known = self.states_of[value]
-            if (layout := known.layout(states[at])) is not None:
-                versions = self.alternatives.versions.get(value, (value,))
-                made.home |= dict.fromkeys(versions, layout)
-                if taken := known.version(states[at]):
-                    made.taken[value] = versions[taken]
-        made.outputs = now.outputs
-        given = {n: x if isinstance(x, int) else x[0] for n, x in self.given.inputs.items()}
-        for node, known in (given | self.given.constraints).items():
-            home = made.outputs[known] if isinstance(known, int) else known
-            if made.home.get(node, home) != home:
-                made.kept[node] = made.home[node]
-            made.home[node] = home
+            if (place := known.place(states[at])) is None:
+                continue
+            versions = self.alternatives.versions.get(value, (value,))
+            taken = versions[known.version(states[at])]
+            made.home |= dict.fromkeys(versions, place[0])
+            if place[0] != place[1]:
+                made.kept[taken] = place[1]
+            if taken is not value:
+                made.taken[value] = taken
         return made
 
 
