@@ -46,6 +46,7 @@ __all__ = [
     "beside",
     "comes_apart",
     "decompose",
+    "is_of_neighbours",
     "replaced_by",
     "same_call",
     "share_known",
@@ -58,17 +59,22 @@ _OF_SEVERAL = (aten.cat.default,)  # which can be decomposed all the same
 
 def comes_apart(node: fx.Node) -> bool:
     """Whether an operation has a decomposition."""
-    return bool(_decompositions(node.target, ()))
+    return is_of_neighbours(node) or bool(_decompositions(node.target, None))
+
+
+def is_of_neighbours(node: fx.Node) -> bool:
+    """Whether an operation has a decomposition by blocks."""
+    return node.target in NEIGHBOURS
 
 
 def _decompositions(target: Any, parts: Parts | None) -> list[Callable[..., Any]]:
-    """The candidate decompositions: by blocks, then the table's; torch's own for those without a rule.
+    """The candidate decompositions: by blocks; or the table's, else torch's own for those without a rule.
 
     Operations with a rule and no entry here are not decomposed: slices and the like only move data.
     """
+    if parts is not None:
+        return [functools.partial(NEIGHBOURS[target], parts)] if target in NEIGHBOURS else []
     candidates: list[Callable[..., Any]] = []
-    if parts is not None and target in NEIGHBOURS:
-        candidates.append(functools.partial(NEIGHBOURS[target], parts))
     if target in DECOMPOSITIONS:
         entry = DECOMPOSITIONS[target]
         candidates.append(entry.fn if isinstance(entry, Checked) else entry)
@@ -85,7 +91,9 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
     Args:
         parts: for each operand, how many ranks split each dim; None: not by blocks.
     """
-    pieces, outputs = beside(graph, node, parts)
+    pieces, outputs = beside(graph, node, parts) if parts is not None else ([], [])
+    if not pieces:
+        pieces, outputs = beside(graph, node)
     if pieces:
         _replace(graph, node, outputs)
     return pieces
@@ -94,9 +102,12 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
 def beside(
     graph: fx.Graph, node: fx.Node, parts: Parts | None = None
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Insert the decomposition of a node before it: the new nodes, and those that are its results.
+    """Insert a decomposition of a node before it: the new nodes, and those that are its results.
 
     There are none if it has no decomposition.
+
+    Args:
+        parts: as for `decompose`; None: not by blocks, else only by blocks.
     """
     operands = Call.of(node).operands
     if node.target not in _OF_SEVERAL and any(0 in VAL.of(o).shape for o in operands):

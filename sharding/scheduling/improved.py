@@ -94,7 +94,7 @@ def _with_alternatives(
     """The minimum if each operation that comes apart may stay whole."""
     graph, env = copy_graph(graph)
     given = given_in(given, env, graph)
-    alternatives = with_alternatives(graph, given)
+    alternatives = with_alternatives(graph, given, mesh.sizes, axes)
     start = propagate(graph, given, mesh.sizes, 1)
     decision = improved(graph, given, mesh.sizes, start, axes, alternatives)
     return Plan(graph, given, settled(graph, decision, alternatives))

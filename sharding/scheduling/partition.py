@@ -129,9 +129,11 @@ class _Partition:
         kept = self.decision.kept.get(node, want)
         if kept != want and kept not in have:
             self._fetch(node, kept, user)
-        usable = [v for v in have if set(want.pending) <= set(v.pending)]
-        best = min(usable, key=lambda v: cost(v, want, self.sizes))
-        return self._move(node, best, want, user)
+        return self._move(node, self._nearest(node, want), want, user)
+
+    def _nearest(self, node: fx.Node, want: Layout) -> Layout:
+        usable = [v for v in self.versions[node] if set(want.pending) <= set(v.pending)]
+        return min(usable, key=lambda v: cost(v, want, self.sizes))
 
     def _view_again(self, node: fx.Node, want: Layout, user: fx.Node) -> fx.Node | None:
         """Reshard a view by resharding its base, for all its aliases, and repeating the view."""
@@ -139,9 +141,14 @@ class _Partition:
         layout = pull(node, want, self.sizes)
         if layout is None or not set(layout.pending) <= set(self.decision.home[base].pending):
             return None
+        if self._distance(node, want) < self._distance(base, layout):
+            return None
         computed = self._copy(node, [self._fetch(base, layout, user)], (want,), user)
         self.versions[node][want] = computed
         return computed
+
+    def _distance(self, node: fx.Node, want: Layout) -> float:
+        return cost(self._nearest(node, want), want, self.sizes)
 
     def _move(self, node: fx.Node, have: Layout, want: Layout, user: fx.Node) -> fx.Node:
         value = self.versions[node][have]

@@ -7,8 +7,11 @@ taken. Operations that no taken version needs are off: they cost nothing.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import operator
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,9 +19,15 @@ from torch import fx
 
 from torchard.functional.programs.graphs import output_node
 from torchard.functional.programs.tags import VAL
-from torchard.sharding.decompositions.decompose import beside, comes_apart, stand_in
+from torchard.sharding.decompositions.decompose import (
+    beside,
+    comes_apart,
+    is_of_neighbours,
+    stand_in,
+)
 from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
-from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.decompositions.neighbours import Parts
+from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.planning.decision import Given, LayoutDecision
 from torchard.sharding.planning.minimum.elimination import Table
 from torchard.sharding.rules import Call, rule_of
@@ -67,10 +76,13 @@ class Alternatives:
                     waiting.append(node)
         return found
 
-    def _add(self, value: fx.Node, version: fx.Node) -> None:
-        value = self.value(value)
-        self.of.update({value: value, version: value})
-        self.versions[value] = (*self.versions.get(value, (value,)), version)
+    def add(self, pairs: Mapping[fx.Node, fx.Node], pieces: Iterable[fx.Node]) -> None:
+        """Add a decomposition: what it computes in the place of some values, and its operations."""
+        for node, version in pairs.items():
+            value = self.value(node)
+            self.of.update({value: value, version: value})
+            self.versions[value] = (*self.versions.get(value, (value,)), version)
+        self.pieces.update(pieces)
 
 
 NONE = Alternatives()
@@ -142,24 +154,53 @@ class States:
         return wide
 
 
-def with_alternatives(graph: fx.Graph, given: Given) -> Alternatives:
-    """Insert the decompositions of operations that come apart, and of those that are parts of them."""
+def with_alternatives(
+    graph: fx.Graph, given: Given, sizes: Sizes, axes: Sequence[str]
+) -> Alternatives:
+    """Insert the decompositions of operations that come apart, and of those that are parts of them.
+
+    Args:
+        axes: those that may split what an operation needs whole, of which there are then blocks.
+    """
     found, waiting = Alternatives(), list(graph.nodes)
+    counts = [count for axis, count in sizes if axis in axes]
     while waiting:
         node = waiting.pop()
-        if node in given.local or not _may_gain(node):
-            continue
-        pieces, results = beside(graph, node)
-        pairs = {value: results[i] for i, value in values_of(node).items() if results}
-        if pairs and len({*pairs.values()} & {*pieces}) == len(pairs):
-            for pair in pairs.items():
-                found._add(*pair)
-            found.pieces.update(pieces)
-            waiting += pieces
-        else:  # a result is an operand
-            for piece in reversed(pieces):
-                graph.erase_node(piece)
+        if node not in given.local and _may_gain(node):
+            for parts in (None, *_blocks(node, counts)):
+                waiting += _insert(graph, node, parts, found)
     return found
+
+
+def _insert(
+    graph: fx.Graph, node: fx.Node, parts: Parts | None, found: Alternatives
+) -> list[fx.Node]:
+    pieces, results = beside(graph, node, parts)
+    pairs = {value: results[i] for i, value in values_of(node).items() if results}
+    if pairs and len({*pairs.values()} & {*pieces}) == len(pairs):
+        found.add(pairs, pieces)
+        return pieces
+    for piece in reversed(pieces):  # a result is an operand
+        graph.erase_node(piece)
+    return []
+
+
+def _blocks(node: fx.Node, counts: Sequence[int]) -> Iterator[Parts]:
+    """All numbers of shards of the dims of operands that an operation needs whole."""
+    rule = rule_of(Call.of(node))
+    if not is_of_neighbours(node):
+        return
+    known = set[Parts]()
+    for split in itertools.product((None, *sorted(rule.whole)), repeat=len(counts)):
+        by_factor = defaultdict(lambda: 1)
+        for factor, count in zip(split, counts, strict=True):
+            by_factor[factor] *= 1 if factor is None else count
+        parts = tuple(
+            tuple(math.prod(by_factor[f] for f in dim) for dim in dims) for dims in rule.ins
+        )
+        if any(n > 1 for dims in parts for n in dims) and parts not in known:
+            known.add(parts)
+            yield parts
 
 
 def _may_gain(node: fx.Node) -> bool:
