@@ -167,8 +167,9 @@ def with_alternatives(
     while waiting:
         node = waiting.pop()
         if node not in given.local and _may_gain(node):
-            for parts in (None, *_blocks(node, counts)):
-                waiting += _insert(graph, node, parts, found)
+            waiting += _insert(graph, node, None, found)
+            for parts in _blocks(node, counts):
+                _insert(graph, node, parts, found)
     return found
 
 
@@ -241,6 +242,6 @@ def settled(
         option={n: x for n, x in decision.option.items() if n in on},
         raw={n: x for n, x in decision.raw.items() if n in on},
         home={n: x for n, x in decision.home.items() if n in on or n.op == "placeholder"},
-        kept={n: x for n, x in decision.kept.items() if n in on or n.op == "placeholder"},
+        kept={decision.taken.get(n, n): x for n, x in decision.kept.items()},
         taken={},
     )

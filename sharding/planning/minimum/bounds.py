@@ -15,7 +15,7 @@ import numpy as np
 
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide, minimum, order
 
-__all__ = ["Bounded", "SweepBudget", "solved"]
+__all__ = ["Bounded", "SweepBudget", "restricted", "solved"]
 
 _SWEEPS, _STALLS = 60, 1e-4
 _FEW = 20  # sweeps: after fewer, a bound says little
@@ -57,7 +57,7 @@ def solved(problem: Terms, budget: SweepBudget) -> Bounded:
     near = _within(problem, *(dual.cheapest(count) for count in _BEAMS))
     kept = dual.within(near)
     try:
-        cost, states = _restricted(problem, kept)
+        cost, states = restricted(problem, kept)
     except TooWide:
         return near._replace(bound=dual.bound)
     return Bounded(cost, states, cost)
@@ -67,15 +67,19 @@ def _within(problem: Terms, *beams: list[list[int]]) -> Bounded:
     """The minimum in the first beam that is not too wide."""
     for beam in beams:
         try:
-            cost, states = _restricted(problem, beam)
+            cost, states = restricted(problem, beam)
         except TooWide:
             continue
         return Bounded(cost, states, -np.inf)
     raise TooWide
 
 
-def _restricted(problem: Terms, kept: list[list[int]]) -> tuple[float, list[int]]:
-    """The minimum over some states of each variable."""
+def restricted(problem: Terms, kept: list[list[int]]) -> tuple[float, list[int]]:
+    """The minimum over some states of each variable.
+
+    Raises:
+        TooWide: a table would be too large.
+    """
     part, tables = Terms(), dict[object, Table]()
     part.sizes = [len(states) for states in kept]
     for scope, table in problem.terms:

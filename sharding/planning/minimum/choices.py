@@ -58,8 +58,8 @@ class Choices:
         self._in_parts: dict[fx.Node, list[Layout]] = defaultdict(list)
         self.staying = set[fx.Node]() if given.on else _staying(graph, given, now)
         self._waiting = dict.fromkeys(now.option)
-        for node, home in now.home.items():
-            self._add(node, home)
+        for node, layout in (*now.home.items(), *now.kept.items()):
+            self._add(node, layout)
         for value, layout in zip(output_values(graph), now.outputs, strict=True):
             self._add(value, layout)
         while self._waiting:  # rules are cut where the layouts of values are, until none is new

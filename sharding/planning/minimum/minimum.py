@@ -40,7 +40,7 @@ from torchard.sharding.planning.minimum.alternatives import (
     source_of,
     values_of,
 )
-from torchard.sharding.planning.minimum.bounds import SweepBudget, solved
+from torchard.sharding.planning.minimum.bounds import SweepBudget, restricted, solved
 from torchard.sharding.planning.minimum.choices import CARRIES, Choices
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.reshards import Reshards
@@ -100,7 +100,10 @@ class Energy:
             return None
         if found.cost >= model.problem.cost(model.states()) * (1 - _LITTLE):
             return None
-        return model.decision(found.states)
+        made = model.decision(found.states)
+        if self.alternatives.versions:
+            model.plan_others(made, found.states)
+        return made
 
     def works(self, node: fx.Node, options: tuple[Option, ...]) -> Table:
         """The seconds of the busiest rank, by option."""
@@ -312,10 +315,40 @@ class _Model:
             taken = versions[known.version(states[at])]
             made.home |= dict.fromkeys(versions, place[0])
             if place[0] != place[1]:
-                made.kept[taken] = place[1]
+                made.kept[value] = place[1]
             if taken is not value:
                 made.taken[value] = taken
         return made
+
+
+    def plan_others(self, made: LayoutDecision, states: list[int]) -> None:
+        """Plan versions that a decision does not take, as if they were taken and all else stayed."""
+        kept = [[state] for state in states]
+        for node, at in self.of_option.items():
+            if self._may_be_off(node):
+                kept[at] = [*range(self.problem.sizes[at])]
+        for value, at in self.of_value.items():
+            known = self.states_of[value]
+            if known.may_be_off:
+                kept[at] = [*range(known.count)]
+            elif known.versions > 1 and not made.home[value].pending:
+                place, taken = known.places[states[at] % len(known.places)], known.version(states[at])
+                others = [v for v in range(known.versions) if v != taken]
+                kept[at] = [known.index(place, v) for v in others]
+        try:
+            cost, found = restricted(self.problem, kept)
+        except TooWide:
+            return
+        if np.isinf(cost):
+            return
+        others = self.decision(found)
+        for node, at in self.of_option.items():
+            if states[at] == len(self.choices.options[node]) != found[at]:
+                made.option[node], made.raw[node] = others.option[node], others.raw[node]
+        for value, at in self.of_value.items():
+            if self.states_of[value].place(states[at]) is None:
+                versions = self.alternatives.versions.get(value, (value,))
+                made.home |= dict.fromkeys(versions, others.home[value])
 
 
 def _element(node: fx.Node) -> tuple[int, int]:
