@@ -65,6 +65,11 @@ class Given:
     on: Machine | None = None
 
     @property
+    def target(self) -> Machine:
+        """The machine whose seconds a minimum is of: that which is given, else that of comparisons."""
+        return self.on or self.machine
+
+    @property
     def splits_nothing(self) -> bool:
         """Whether every value is whole, so that each operation has one option."""
         free = self.relative or self.local or self.spread

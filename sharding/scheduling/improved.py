@@ -7,6 +7,7 @@ fewer, and less time on a machine that computes fast and on one that does not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -69,29 +70,61 @@ class Figures(NamedTuple):
         )
 
 
+class _Candidate:
+    """A plan, with its SPMD graph and its figures."""
+
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        self.plan, self.mesh = plan, mesh
+
+    @functools.cached_property
+    def spmd(self) -> fx.Graph:
+        return partition(self.plan.graph, self.plan.given, self.plan.decision, self.mesh.sizes)
+
+    @functools.cached_property
+    def figures(self) -> Figures:
+        return _figures(self.plan, self.spmd, self.mesh)
+
+    def or_better(self, plan: Plan) -> _Candidate:
+        """This one, or another plan if that is better."""
+        new = _Candidate(plan, self.mesh)
+        if plan.given.on:
+            better = new.figures.seconds < self.figures.seconds * (1 - _LITTLE)
+        else:
+            lost, known = lost_axes(plan, self.mesh), lost_axes(self.plan, self.mesh)
+            better = new.figures.dominates(self.figures) and lost <= known
+        return new if better else self
+
+
 def improved_plan(graph: fx.Graph, given: Given, mesh: Mesh) -> tuple[Plan, fx.Graph]:
-    """The plan of a program, and its SPMD graph.
+    """The plan of a program, and its SPMD graph; operations on local values are not planned again.
 
-    On a given machine, of what the plan by rules decomposes, each operation may also stay whole.
+    On a given machine each operation that comes apart may be whole, too, and apart where rules leave it.
     """
-    plan, spmd = _improved(choose(graph, given, mesh), mesh)
-    if given.on is None:
-        return plan, spmd
-    free = _free(plan, mesh)
-    if not free:
-        return plan, spmd
-    other = _with_alternatives(graph, replace(given, outputs=plan.decision.outputs), mesh, free)
-    other_spmd = _partitioned(other, mesh)
-    known, found = _figures(plan, spmd, mesh), _figures(other, other_spmd, mesh)
-    if found.seconds < known.seconds * (1 - _LITTLE):
-        return other, other_spmd
-    return plan, spmd
+    best = _Candidate(choose(graph, given, mesh), mesh)
+    axes = [] if given.local else _free_axes(given, mesh)
+    if axes:
+        plan = best.plan
+        decision = improved(plan.graph, plan.given, mesh.sizes, plan.decision, axes)
+        if decision is not plan.decision:
+            best = best.or_better(replace(plan, decision=decision))
+    if axes and given.on:
+        outputs = best.plan.decision.outputs
+        best = best.or_better(_with_alternatives(graph, replace(given, outputs=outputs), axes, mesh))
+    return best.plan, best.spmd
 
 
-def _with_alternatives(
-    graph: fx.Graph, given: Given, mesh: Mesh, axes: Sequence[str]
-) -> Plan:
-    """The minimum if each operation that comes apart may stay whole."""
+def _free_axes(given: Given, mesh: Mesh) -> list[str]:
+    """The axes along which a plan may be improved.
+
+    Axes that split nothing that is given stay idle. Unless a machine is given, parameters are gathered
+    along axes that split them and the rows of a batch, however few the rows are.
+    """
+    free = given.split_axes - (frozenset() if given.on else gathered_axes(given))
+    return [a for a in mesh.axes if a in free and mesh.shape[a] > 1]
+
+
+def _with_alternatives(graph: fx.Graph, given: Given, axes: Sequence[str], mesh: Mesh) -> Plan:
+    """The minimum in which each operation that comes apart is whole or apart."""
     graph, env = copy_graph(graph)
     given = given_in(given, env, graph)
     alternatives = with_alternatives(graph, given, mesh.sizes, axes)
@@ -100,43 +133,9 @@ def _with_alternatives(
     return Plan(graph, given, settled(graph, decision, alternatives))
 
 
-def _free(plan: Plan, mesh: Mesh) -> list[str]:
-    """The axes along which a plan may be improved.
-
-    Axes that split nothing that is given stay idle. Unless a machine is given, parameters are gathered
-    along axes that split them and the rows of a batch, however few the rows are.
-    """
-    free = plan.given.split_axes
-    if plan.given.on is None:
-        free -= gathered_axes(plan.given)
-    return [a for a in mesh.axes if a in free and mesh.shape[a] > 1 and not plan.given.local]
-
-
-def _improved(plan: Plan, mesh: Mesh) -> tuple[Plan, fx.Graph]:
-    """The plan, or a better one, and its SPMD graph; operations on local values are not planned again."""
-    spmd, on, axes = _partitioned(plan, mesh), plan.given.on, _free(plan, mesh)
-    if not axes:
-        return plan, spmd
-    decision = improved(plan.graph, plan.given, mesh.sizes, plan.decision, axes)
-    if decision is plan.decision:
-        return plan, spmd
-    new = replace(plan, decision=decision)
-    new_spmd = _partitioned(new, mesh)
-    known, found = _figures(plan, spmd, mesh), _figures(new, new_spmd, mesh)
-    if on:
-        better = found.seconds < known.seconds * (1 - _LITTLE)
-    else:
-        better = found.dominates(known) and lost_axes(new, mesh) <= lost_axes(plan, mesh)
-    return (new, new_spmd) if better else (plan, spmd)
-
-
-def _partitioned(plan: Plan, mesh: Mesh) -> fx.Graph:
-    return partition(plan.graph, plan.given, plan.decision, mesh.sizes)
-
-
 def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:
     """What a plan costs; a value that several users read in one layout is moved once."""
-    machine = plan.given.on or plan.given.machine
+    machine = plan.given.target
     needed, late, waits = _before_products(spmd), set[fx.Node](), dict[fx.Node, int]()
     sending, latency, calls, merged = 0.0, 0.0, 0, set[object]()
     for node in spmd.nodes:

@@ -133,6 +133,10 @@ class States:
         """The version in a state."""
         return state // len(self.places)
 
+    def other_versions(self, state: int) -> list[int]:
+        """The states of all other versions in the place of a state."""
+        return [s for s in range(state % len(self.places), self.count, len(self.places)) if s != state]
+
     def read(self, costs: Table, may_be_off: bool = False) -> Table:
         """What it costs a user to read the value, by state and option, from costs by place.
 
@@ -193,7 +197,7 @@ def _blocks(node: fx.Node, counts: Sequence[int]) -> Iterator[Parts]:
         return
     known = set[Parts]()
     for split in itertools.product((None, *sorted(rule.whole)), repeat=len(counts)):
-        by_factor = defaultdict(lambda: 1)
+        by_factor: dict[int | None, int] = defaultdict(lambda: 1)
         for factor, count in zip(split, counts, strict=True):
             by_factor[factor] *= 1 if factor is None else count
         parts = tuple(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -46,7 +46,7 @@ from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.rules import Call
 
-__all__ = ["Energy", "improved"]
+__all__ = ["Energy", "EnergyModel", "improved"]
 
 _SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
 _LITTLE = 1e-9
@@ -84,7 +84,7 @@ class Energy:
     ) -> None:
         self.graph, self.given, self.sizes = graph, given, sizes
         self.alternatives = alternatives
-        self.machine = given.on or given.machine
+        self.machine = given.target
         self.reshards = Reshards(sizes, self.machine)
         self._works: dict[object, Table] = {}
         self._tables: dict[object, Table] = {}
@@ -94,7 +94,7 @@ class Energy:
         """The cheapest decision that differs along one axis only; None if that is none."""
         try:
             choices = Choices(self.graph, self.given, self.sizes, axis, now, self.alternatives)
-            model = _Model(self, choices)
+            model = EnergyModel(self, choices)
             found = solved(model.problem, self.budget)
         except TooWide:
             return None
@@ -127,7 +127,7 @@ class Energy:
         return self._tables.setdefault((table.shape, table.tobytes()), table)
 
 
-class _Model:
+class EnergyModel:
     """The problem of one program along one axis."""
 
     def __init__(self, energy: Energy, choices: Choices) -> None:
@@ -320,7 +320,6 @@ class _Model:
                 made.taken[value] = taken
         return made
 
-
     def plan_others(self, made: LayoutDecision, states: list[int]) -> None:
         """Plan versions that a decision does not take, as if they were taken and all else stayed."""
         kept = [[state] for state in states]
@@ -332,23 +331,21 @@ class _Model:
             if known.may_be_off:
                 kept[at] = [*range(known.count)]
             elif known.versions > 1 and not made.home[value].pending:
-                place, taken = known.places[states[at] % len(known.places)], known.version(states[at])
-                others = [v for v in range(known.versions) if v != taken]
-                kept[at] = [known.index(place, v) for v in others]
+                kept[at] = known.other_versions(states[at])
         try:
             cost, found = restricted(self.problem, kept)
         except TooWide:
             return
         if np.isinf(cost):
             return
-        others = self.decision(found)
+        planned = self.decision(found)
         for node, at in self.of_option.items():
             if states[at] == len(self.choices.options[node]) != found[at]:
-                made.option[node], made.raw[node] = others.option[node], others.raw[node]
+                made.option[node], made.raw[node] = planned.option[node], planned.raw[node]
         for value, at in self.of_value.items():
             if self.states_of[value].place(states[at]) is None:
                 versions = self.alternatives.versions.get(value, (value,))
-                made.home |= dict.fromkeys(versions, others.home[value])
+                made.home |= dict.fromkeys(versions, planned.home[value])
 
 
 def _element(node: fx.Node) -> tuple[int, int]:

@@ -56,6 +56,32 @@ def test_what_is_gathered_for_one_is_cut_for_others() -> None:
     assert sent(fn, mesh, [ShapeDtype((8, 8))], COMPUTES_AT_ONCE, **specs) == 3 / 4 * 8 * 8 * 4
 
 
+def test_each_operation_is_whole_or_apart() -> None:
+    """The mean of a split row is summed; softmaxes of rows that are split anyway are whole."""
+    mesh, specs = Mesh({"tp": 4}, virtual=True), {"in_specs": (P(None, "tp"),) * 2}
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x - x.mean(-1, keepdim=True), torch.softmax(y, -1)
+
+    args, out = [ShapeDtype((64, 64))] * 2, (P(None, "tp"), P("tp"))
+    summed, moved = 2 * 3 / 4 * 64 * 4, 3 / 4 * 64 * 64 / 4 * 4
+    assert sent(fn, mesh, args, COMPUTES_AT_ONCE, **specs, out_specs=out) == summed + moved
+
+
+def test_a_computed_value_is_kept_in_two_layouts() -> None:
+    """Its columns' softmax and running sum share one move; its rows' are where it is computed."""
+    mesh, specs = Mesh({"tp": 4}, virtual=True), {"in_specs": (P("tp"), P())}
+
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        h = x @ w
+        return torch.softmax(h, 0), h.sort(0).values, torch.softmax(h, 1), h.sort(1).values
+
+    args, rows, columns = [ShapeDtype((64, 512)), ShapeDtype((512, 64))], P("tp"), P(None, "tp")
+    specs["out_specs"] = (columns, columns, rows, rows)
+    moved = 3 / 4 * 64 * 64 / 4 * 4
+    assert sent(fn, mesh, args, COMPUTES_AT_ONCE, **specs) == moved
+
+
 # -- a transformer ---------------------------------------------------------------------------------
 
 WIDTH, HEADS, WORDS, LENGTH = 64, 4, 128, 32
@@ -116,8 +142,6 @@ def test_a_transformer_without_latencies(axes: dict[str, int], batch: P, most: i
 # -- no constraint helps ---------------------------------------------------------------------------
 
 SPECS = (P("tp"), P(None, "tp"), P())
-# Without means and softmaxes: of several that gain by coming apart, a plan takes none, or those that
-# rules take; of 1,600 constraints on programs with them four helped.
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": torch.mm,
     "sum": torch.add,
@@ -127,6 +151,16 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "halves": lambda x, y: torch.cat([x[:4], y[4:]]),
     "centred": lambda x, y: x - x.sum(0, keepdim=True) / 8,
     "normed": lambda x, y: x / (1 + x.square().sum(-1, keepdim=True)),
+    "bias": lambda x, y: torch.addmm(x[0], x, y),
+    "mean": lambda x, y: x - x.mean(0, keepdim=True),
+    "softmax": lambda x, y: torch.softmax(x, -1),
+    "softmax of columns": lambda x, y: torch.softmax(x, 0),
+    "layer norm": lambda x, y: F.layer_norm(x, (8,)),
+    "logsumexp": lambda x, y: x - x.logsumexp(1, keepdim=True),
+    "variance": lambda x, y: x * x.var(1, keepdim=True),
+    "largest": lambda x, y: x / (1 + x.abs().amax(0)),
+    "rolled": lambda x, y: torch.roll(x, 1, 0) + y,
+    "running sum": lambda x, y: x.cumsum(1) / 8,
 }
 
 
