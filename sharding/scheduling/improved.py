@@ -36,7 +36,7 @@ __all__ = ["Figures", "improved_plan"]
 
 _SLOWER = (1.0, 16.0)  # how many times as long computing takes
 _LITTLE = 1e-9  # of the time on a given machine: plans that are equal stay
-_MOST = 0.7  # of what another plan sends or computes: where less is gained, plans by rules stay
+_MOST = 0.6  # of what another plan sends or computes: where less is gained, plans by rules stay
 
 
 class Figures(NamedTuple):

@@ -14,6 +14,7 @@ from paths import BENCHMARKS
 
 # What stands in the way of the expert's plan.
 MORE = {
+    "LoRA, merged, Megatron, 2x2": "a third of the bytes is saved: too little to replace a plan",
     "GAN step": "work is split by one collective more",
     "generator step, shape of the batch": "noise is drawn whole: nothing that is split reads it",
     "Muon, rows split": "the minimum computes more than the plan by rules",
