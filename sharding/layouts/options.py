@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchard.sharding.layouts.factors import Factors, Rule
+from torchard.sharding.layouts.interned import Interned
 from torchard.sharding.layouts.iteration_space import points
 from torchard.sharding.layouts.layout import Dim, Layout, Sizes, Sub, chunk, merge, refine
 
@@ -46,9 +47,9 @@ class Cost:
     volume: int
 
 
-@dataclass(frozen=True)
-class Option:
-    """One way to run an operation.
+@dataclass(frozen=True, eq=False)
+class Option(metaclass=Interned):
+    """One way to run an operation; equal ones are one object.
 
     Attributes:
         rule: the rule, its factors cut so that each is one sub-dim.
