@@ -23,7 +23,7 @@ from torchard.sharding.layouts.options import atomic, factor_axes
 from torchard.sharding.layouts.tags import CALL, RULE
 from torchard.sharding.planning.decision import BATCH, PARAMETER, Given, LayoutDecision, work_of
 from torchard.sharding.planning.manual_options import local_operations
-from torchard.sharding.planning.propagate import SWEEPS, propagate, take_apart
+from torchard.sharding.planning.propagate import SWEEPS, Propagation, propagate, take_apart
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.values.mesh import Mesh
 
@@ -314,18 +314,16 @@ def _with_separate_bias(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     graph.
     """
     sweeps = 1 if any(n.target in BIASED_PRODUCTS for n in graph.nodes) else SWEEPS
-    plan = Plan(graph, given, propagate(graph, given, mesh.sizes, sweeps))
+    search = Propagation(graph, given, mesh.sizes)
     for _ in range(_ROUNDS):
+        plan = Plan(search.graph, search.given, search.after(sweeps))
         torn = [node for node in _torn(plan, mesh) if node.target in BIASED_PRODUCTS]
         decomposed = _taken_apart(plan, torn, mesh, by_blocks=False) if torn else None
         if decomposed is None and sweeps == SWEEPS:
             break
         sweeps = SWEEPS if decomposed is None else 1
-        graph, given = decomposed or (plan.graph, plan.given)
-        plan = Plan(graph, given, propagate(graph, given, mesh.sizes, sweeps))
-    if sweeps < SWEEPS:
-        plan = replace(plan, decision=propagate(plan.graph, plan.given, mesh.sizes))
-    return plan
+        search = search if decomposed is None else Propagation(*decomposed, mesh.sizes)
+    return Plan(search.graph, search.given, search.after(SWEEPS))
 
 
 def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
