@@ -19,7 +19,7 @@ from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import atomic, factor_axes, image
 from torchard.sharding.planning.decision import Given, LayoutDecision, work_of
 from torchard.sharding.planning.stakes import Beside, Spread, Stakes
-from torchard.sharding.planning.sweep import Needs, Start, Sweep, TakeApart
+from torchard.sharding.planning.sweep import Facts, Needs, Start, Sweep, TakeApart
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
 
@@ -40,7 +40,7 @@ class Propagation:
         self, graph: fx.Graph, given: Given, sizes: Sizes, near: LayoutDecision | None = None
     ) -> None:
         self.graph, self.given, self.sizes = graph, given, sizes
-        self._start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given), {})
+        self._start = _start(graph, given, sizes)
         self._spread = _spread(graph, given, sizes, near=near)
         self._decisions: list[LayoutDecision] = []
         self._settled = False
@@ -77,8 +77,13 @@ def take_apart(graph: fx.Graph, given: Given, sizes: Sizes, taken: TakeApart) ->
         taken: decomposes a node, given the layouts of its operands, and returns the new nodes, or none if
             it does not decompose the node.
     """
-    start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given), {})
+    start = _start(graph, given, sizes)
     Sweep(graph, given, sizes, start, _spread(graph, given, sizes, apart=True), taken).run()
+
+
+def _start(graph: fx.Graph, given: Given, sizes: Sizes) -> Start:
+    wishes, needs = _wishes(graph, given, sizes), _output_needs(graph, given)
+    return Start(Facts(given.machine), wishes, {}, needs, {})
 
 
 def _output_needs(graph: fx.Graph, given: Given) -> Needs:
