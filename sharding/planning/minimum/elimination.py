@@ -100,7 +100,7 @@ def order(
             near[v].update(u for u in scope if u != v)
 
     def size(v: int) -> int:
-        return math.prod((sizes[u] for u in near[v]), start=sizes[v])
+        return math.prod([sizes[u] for u in near[v]], start=sizes[v])
 
     queue = [(size(v), v) for v in range(len(sizes))]
     heapq.heapify(queue)
@@ -119,7 +119,7 @@ def order(
         found[v] = (v, *sorted(near[v]))
         for u in found[v][1:]:
             near[u] |= near[v]
-            near[u] -= {u, v}
+            near[u].difference_update((u, v))
             heapq.heappush(queue, (size(u), u))
     return list(found.values())
 
@@ -171,12 +171,11 @@ class Elimination:
     def _eliminated(self, scope: tuple[int, ...]) -> _Step:
         v = scope[0]
         terms = [self.terms.pop(i) for i in sorted(self.of[v])]
-        for i in list(self.of[v]):
-            for u in scope:
-                self.of[u].discard(i)
+        for u in scope[1:]:
+            self.of[u] -= self.of[v]
         at = {u: k for k, u in enumerate(scope)}
-        places = tuple(tuple(at[u] for u in term.scope) for term in terms)
-        key = (len(scope), places, tuple(id(term.table) for term in terms))
+        places = tuple([tuple([at[u] for u in term.scope]) for term in terms])
+        key = (len(scope), places, tuple([id(term.table) for term in terms]))
         if key not in self.known:
             shape = tuple(self.sizes[u] for u in scope)
             self.entries += math.prod(shape)
