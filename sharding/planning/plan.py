@@ -12,7 +12,6 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.graphs import output_values
-from torchard.functional.programs.tagging import forget
 from torchard.functional.torch_internals import ProgramGraph
 from torchard.sharding.decompositions.decompose import comes_apart, decompose, share_known
 from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
@@ -20,7 +19,6 @@ from torchard.sharding.decompositions.group_owners import Owners, by_owner, prod
 from torchard.sharding.decompositions.sorted_rows import in_blocks, sorts
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import atomic, factor_axes
-from torchard.sharding.layouts.tags import CALL
 from torchard.sharding.planning.decision import BATCH, PARAMETER, Given, LayoutDecision, work_of
 from torchard.sharding.planning.manual_options import local_operations
 from torchard.sharding.planning.propagate import SWEEPS, Propagation, propagate, take_apart
@@ -415,6 +413,6 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         env[node] = new.node_copy(node, env.__getitem__)
-        forget(env[node], CALL)
+        Call.copy(node, env)
     share_known(graph, new)
     return new, env
