@@ -31,7 +31,11 @@ class Interned(type):
         super().__init__(*args)
         cls._known: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
         cls._lock = threading.Lock()
-        cls.__reduce__ = lambda self: (type(self), cls._fields(self))  # type: ignore[assignment]
+
+        def reduce(made: Any) -> tuple[type, tuple[Any, ...]]:
+            return type(made), cls._fields(made)
+
+        cls.__reduce__ = reduce  # type: ignore[assignment]
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
         if not named:  # what is not given is a default, which the class has as an attribute

@@ -18,12 +18,12 @@ from torchard.sharding.layouts.reshard import cost
 from torchard.sharding.planning.aliases import pulled
 from torchard.sharding.planning.decision import DERIVED
 
-__all__ = ["Chosen", "Ranks", "Read", "Results", "best", "moved_base", "sent"]
+__all__ = ["Chosen", "Ranks", "ReadValue", "ResultBytes", "best", "moved_base", "sent"]
 
 Ranks = tuple[tuple[str, int], ...]  # the rank of the origin of each shard of a value, by axis
 
 
-class Read(NamedTuple):
+class ReadValue(NamedTuple):
     """A value as an operation finds it.
 
     Attributes:
@@ -36,7 +36,7 @@ class Read(NamedTuple):
     ranks: Ranks
     size: int
     view: Rule | None = None
-    base: Read | None = None
+    base: ReadValue | None = None
 
     @property
     def home(self) -> Layout:
@@ -46,7 +46,7 @@ class Read(NamedTuple):
         return next((rank for a, rank in self.ranks if a == axis), DERIVED)
 
 
-class Results(NamedTuple):
+class ResultBytes(NamedTuple):
     """What an operation returns and sends.
 
     Attributes:
@@ -70,10 +70,10 @@ class Chosen(NamedTuple):
 @functools.lru_cache(maxsize=16384)
 def best(
     candidates: tuple[Option, ...],
-    reads: tuple[Read, ...],
+    reads: tuple[ReadValue, ...],
     wanted: tuple[Layout, ...],
     wish: Layout | None,
-    results: Results,
+    results: ResultBytes,
     sizes: Sizes,
 ) -> Chosen:
     """The best of several options; see ``sweep.py`` for how they are compared.
@@ -88,7 +88,7 @@ def best(
     return Chosen(option, _ranks_of(reads, option))
 
 
-def sent(read: Read, want: Layout, sizes: Sizes) -> float:
+def sent(read: ReadValue, want: Layout, sizes: Sizes) -> float:
     """The bytes to reshard a value to a layout from its cheapest available version."""
     if want in read.versions:
         return 0.0
@@ -99,7 +99,7 @@ def sent(read: Read, want: Layout, sizes: Sizes) -> float:
     return min(cost(have, want, sizes) for have in usable) * read.size
 
 
-def moved_base(read: Read, want: Layout, sizes: Sizes) -> Layout | None:
+def moved_base(read: ReadValue, want: Layout, sizes: Sizes) -> Layout | None:
     """The layout to which a view's base can be resharded instead, for all its aliases."""
     if read.view is None or read.base is None:
         return None
@@ -107,7 +107,7 @@ def moved_base(read: Read, want: Layout, sizes: Sizes) -> Layout | None:
     return None if layout is None or set(layout.pending) - set(read.base.home.pending) else layout
 
 
-def _ranks_of(reads: Sequence[Read], option: Option) -> dict[str, int]:
+def _ranks_of(reads: Sequence[ReadValue], option: Option) -> dict[str, int]:
     ranks: dict[str, int] = {}
     for axis in dict.fromkeys(a for out in option.outs for a in out.split_axes):
         ranks[axis] = min(
@@ -124,10 +124,10 @@ def _ranks_of(reads: Sequence[Read], option: Option) -> dict[str, int]:
 class _Comparison:
     def __init__(
         self,
-        reads: tuple[Read, ...],
+        reads: tuple[ReadValue, ...],
         wanted: tuple[Layout, ...],
         wish: Layout | None,
-        results: Results,
+        results: ResultBytes,
         sizes: Sizes,
     ) -> None:
         self.reads, self.wanted, self.wish, self.results = reads, wanted, wish, results

@@ -19,7 +19,7 @@ from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import atomic, factor_axes, image
 from torchard.sharding.planning.decision import Given, LayoutDecision, work_of
 from torchard.sharding.planning.stakes import Beside, Spread, Stakes
-from torchard.sharding.planning.sweep import Facts, Needs, Start, Sweep, TakeApart
+from torchard.sharding.planning.sweep import Needs, NodeFacts, Start, Sweep, TakeApart
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
 
@@ -83,7 +83,7 @@ def take_apart(graph: fx.Graph, given: Given, sizes: Sizes, taken: TakeApart) ->
 
 def _start(graph: fx.Graph, given: Given, sizes: Sizes) -> Start:
     wishes, needs = _wishes(graph, given, sizes), _output_needs(graph, given)
-    return Start(Facts(given.machine), wishes, {}, needs, {})
+    return Start(NodeFacts(given.machine), wishes, {}, needs, {})
 
 
 def _output_needs(graph: fx.Graph, given: Given) -> Needs:

@@ -32,7 +32,7 @@ from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, options
 from torchard.sharding.layouts.reshard import cost
 from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.planning.best import Read, Results, best, moved_base, sent
+from torchard.sharding.planning.best import ReadValue, ResultBytes, best, moved_base, sent
 from torchard.sharding.planning.decision import (
     BATCH,
     CONSTRAINT,
@@ -45,13 +45,13 @@ from torchard.sharding.planning.stakes import Spread
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import results
 
-__all__ = ["Facts", "Needs", "Start", "Sweep", "TakeApart"]
+__all__ = ["Needs", "NodeFacts", "Start", "Sweep", "TakeApart"]
 
 Needs = dict[fx.Node, dict[fx.Node, Layout]]  # value -> user -> layout as read
 TakeApart = Callable[[fx.Node, Sequence[Layout]], list[fx.Node]]
 
 
-class Fact(NamedTuple):
+class NodeFact(NamedTuple):
     """What no sweep changes about a node.
 
     Attributes:
@@ -64,33 +64,33 @@ class Fact(NamedTuple):
     view: Rule | None
     base: fx.Node | None
     rate: float
-    results: Results
+    results: ResultBytes
 
 
-class Facts:
+class NodeFacts:
     """What no sweep changes, by node."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._known: dict[fx.Node, Fact] = {}
+        self._known: dict[fx.Node, NodeFact] = {}
 
-    def of(self, node: fx.Node) -> Fact:
+    def of(self, node: fx.Node) -> NodeFact:
         fact = self._known.get(node)
         if fact is None:
             fact = self._known[node] = self._found(node)
         return fact
 
-    def _found(self, node: fx.Node) -> Fact:
+    def _found(self, node: fx.Node) -> NodeFact:
         sizes = tuple([value.dtype.itemsize * times(node) for value in results(node)])
         size = sizes[0] if len(sizes) == 1 else 0
         if node.op != "call_function" or node.target is operator.getitem:
-            return Fact(size, None, None, 0.0, Results((), 0, False))
+            return NodeFact(size, None, None, 0.0, ResultBytes((), 0, False))
         call, rate = Call.of(node), seconds_per_point(node, self.machine)
         first = VAL.of(call.operands[0]).dtype.itemsize * times(node) if call.operands else 0
-        known = Results(sizes, first, node.target is rows)
+        known = ResultBytes(sizes, first, node.target is rows)
         if is_alias(node):
-            return Fact(size, rule_of(call), node.all_input_nodes[0], rate, known)
-        return Fact(size, None, None, rate, known)
+            return NodeFact(size, rule_of(call), node.all_input_nodes[0], rate, known)
+        return NodeFact(size, None, None, rate, known)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Start:
         handed: for each carry of a loop, the layout in which the last sweep computed its next value.
     """
 
-    facts: Facts
+    facts: NodeFacts
     wishes: dict[fx.Node, Layout]
     asked: dict[fx.Node, dict[Layout, None]]
     needs: Needs
@@ -143,7 +143,7 @@ class Sweep:
         }
         self.versions: dict[fx.Node, dict[Layout, None]] = {}
         self.ranks: dict[fx.Node, dict[str, int]] = {}
-        self.reads: dict[fx.Node, Read] = {}
+        self.reads: dict[fx.Node, ReadValue] = {}
         self.had: dict[fx.Node, frozenset[str]] = {}
         self.replaced: set[fx.Node] = set()
         self.decision = LayoutDecision()
@@ -356,7 +356,7 @@ class Sweep:
         kept = {a: r for a, r in ranks.items() if home.dim_of(a) == raw.dim_of(a)}
         self._record(node, home, {a: kept.get(a, DERIVED) for a in home.split_axes})
 
-    def _read(self, node: fx.Node) -> Read:
+    def _read(self, node: fx.Node) -> ReadValue:
         """A value as the next operation finds it."""
         if node not in self.versions:
             self.home(node)
@@ -365,7 +365,7 @@ class Sweep:
         versions, known = self.versions[node], self.reads.get(node)
         if known is None or len(known.versions) < len(versions) or known.base is not base:
             ranks = tuple(self.ranks[node].items())
-            known = Read(tuple(versions), ranks, fact.size, fact.view, base)
+            known = ReadValue(tuple(versions), ranks, fact.size, fact.view, base)
             self.reads[node] = known
         return known
 
