@@ -181,8 +181,8 @@ class Machine:
     def link_of(self, axes: Sequence[str], kind: str = "") -> Link:
         """The link of a collective; over several axes, the slowest of theirs."""
         each = [self.links.get(f"{a}/{kind}", self.links.get(a, self.link)) for a in axes]
-        if not each:
-            return self.link
+        if len(each) < 2:
+            return each[0] if each else self.link
         return Link(min(x.bandwidth for x in each), max(x.latency for x in each))
 
     def shared_by(self, ranks: float) -> Machine:

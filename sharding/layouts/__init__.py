@@ -15,5 +15,6 @@ Factors that are in no result are reduced. ``whole`` factors may not be split. `
 factors are in no operand, and each rank computes its shard of them. ``linear`` names the operands through
 which pending sums may pass. `options.py` enumerates, from a rule and a mesh, the ways in which an
 operation can run; `reshard.py` finds the cheapest collectives between two layouts, by shortest path;
-`collective_ops.py` defines the collectives.
+`collective_ops.py` defines the collectives. Equal layouts, rules and options are one object
+(`interned.py`).
 """

@@ -25,6 +25,7 @@ from torchard.functional.core.axis_expressions import (
     Word,
     parse,
 )
+from torchard.sharding.layouts.interned import Interned
 
 __all__ = ["Rule", "RuleError", "gathering_rule", "instantiate"]
 
@@ -37,9 +38,9 @@ class RuleError(ValueError):
     """A factor rule cannot be parsed, or does not fit the shapes."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A factor rule for given shapes.
+@dataclass(frozen=True, eq=False)
+class Rule(metaclass=Interned):
+    """A factor rule for given shapes; equal ones are one object.
 
     Attributes:
         sizes: the size of each factor.
@@ -68,13 +69,6 @@ class Rule:
     names: tuple[str, ...] = ()
     ties: tuple[tuple[int, int], ...] = ()
     halo: tuple[int, int, int] | None = None
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.sizes, self.ins, self.outs, self.whole, self.combine, self.linear))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @functools.cached_property
     def combiner(self) -> dict[int, str]:

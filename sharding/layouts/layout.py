@@ -17,7 +17,10 @@ import functools
 import itertools
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchard.sharding.layouts.interned import Interned
 
 __all__ = ["VARYING", "Layout", "Sub", "chunk", "merge", "refine"]
 
@@ -29,8 +32,7 @@ Axes = tuple[str, ...]
 Coords = Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Sub:
+class Sub(NamedTuple):
     """A sub-dim of ``size`` elements, split over ``axes`` (outermost first)."""
 
     size: int
@@ -167,8 +169,8 @@ def _refine_empty(dim: Dim, factors: tuple[int, ...]) -> tuple[Dim, ...] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
-    """The layout of a value.
+class Layout(metaclass=Interned):
+    """The layout of a value; equal ones are one object.
 
     Attributes:
         dims: the sub-dims of each dim.
@@ -179,20 +181,6 @@ class Layout:
     dims: tuple[Dim, ...]
     pending: tuple[tuple[str, str], ...] = ()
     home: tuple[tuple[str, int], ...] = ()
-    _hash: int = field(init=False, repr=False, compare=False, default=0)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.dims, self.pending, self.home)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:  # often called, nearly always with the same object
-        if self is other:
-            return True
-        if not isinstance(other, Layout) or self._hash != other._hash:
-            return False
-        return (self.dims, self.pending, self.home) == (other.dims, other.pending, other.home)
 
     @staticmethod
     def replicated(shape: Sequence[int]) -> Layout:

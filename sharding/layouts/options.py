@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchard.sharding.layouts.factors import Factors, Rule
+from torchard.sharding.layouts.interned import Interned
 from torchard.sharding.layouts.iteration_space import points
 from torchard.sharding.layouts.layout import Dim, Layout, Sizes, Sub, chunk, merge, refine
 
@@ -46,9 +47,9 @@ class Cost:
     volume: int
 
 
-@dataclass(frozen=True)
-class Option:
-    """One way to run an operation.
+@dataclass(frozen=True, eq=False)
+class Option(metaclass=Interned):
+    """One way to run an operation; equal ones are one object.
 
     Attributes:
         rule: the rule, its factors cut so that each is one sub-dim.
@@ -93,12 +94,14 @@ def atomic(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout], sizes: Siz
     pairs = [*zip(rule.ins, ins, strict=False), *zip(rule.outs, outs, strict=False)]
     for dims, layout in pairs:
         for factors, dim in zip(dims, layout.dims, strict=True):
+            if len(dim) == 1:
+                continue
             for factor, subs in zip(factors, _per_factor(rule, factors, dim, sizes), strict=True):
                 if subs is not None and len(subs) > 1 and factor not in rule.run:
                     cut = _common_cut(cuts.get(factor), tuple(s.size for s in subs))
                     if cut is not None:
                         cuts[factor] = cut
-    return _cut_rule(rule, cuts) if cuts else rule
+    return _cut_rule(rule, tuple(cuts.items())) if cuts else rule
 
 
 def _per_factor(
@@ -118,8 +121,9 @@ def _common_cut(known: tuple[int, ...] | None, new: tuple[int, ...]) -> tuple[in
     return tuple(b // a for a, b in itertools.pairwise([1, *bounds]))
 
 
-def _cut_rule(rule: Rule, cuts: dict[int, tuple[int, ...]]) -> Rule:
-    sizes: list[int] = []
+@functools.lru_cache(maxsize=16384)
+def _cut_rule(rule: Rule, each: tuple[tuple[int, tuple[int, ...]], ...]) -> Rule:
+    cuts, sizes = dict(each), list[int]()
     names: list[str] = []
     renumber: dict[int, Factors] = {}
     for f, size in enumerate(rule.sizes):

@@ -128,6 +128,7 @@ def _release(before: Layout, after: Layout, sizes: Sizes) -> Layout:
 
 
 _State = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
+_Path = tuple[tuple[CollectiveOp, _State], ...]  # each collective, with the state after it
 
 
 class _Space:
@@ -135,9 +136,10 @@ class _Space:
 
     def __init__(self, before: Layout, after: Layout, sizes: Sizes) -> None:
         self.places = [(d, s) for d, dim in enumerate(before.dims) for s in range(len(dim))]
-        self.before, self.after, self.sizes = before, after, sizes
+        self.before, self.after, self.table = before, after, dict(sizes)
         self.goal = self.state(after)
         self.target = {a: i for i, axes in enumerate(self.goal[0]) for a in axes}
+        self._known: dict[_State, int] = {}
 
     def state(self, layout: Layout) -> _State:
         return tuple(layout.dims[d][s].axes for d, s in self.places), layout.pending
@@ -146,6 +148,19 @@ class _Space:
         axes = iter(state[0])
         dims = tuple(tuple(Sub(s.size, next(axes)) for s in dim) for dim in self.before.dims)
         return Layout(dims, state[1])
+
+    def cost(self, move: CollectiveOp, state: _State, then: _State) -> float:
+        """The elements that a rank sends, and a latency."""
+        ranks = math.prod(self.table[a] for a in move.axes)
+        sent = move.elements(self._elements(state), self._elements(then), ranks)
+        return sent + (_LATENCY if move.sends else _LATENCY / 10)
+
+    def _elements(self, state: _State) -> int:
+        """The elements of the largest shard."""
+        known = self._known.get(state)
+        if known is None:
+            known = self._known[state] = self.layout(state).largest_local(self.table)
+        return known
 
     def moves(self, state: _State) -> Iterator[tuple[CollectiveOp, _State]]:
         """Every collective over one axis that is possible in a state, with the state after it."""
@@ -182,21 +197,21 @@ def _search(before: Layout, after: Layout, sizes: Sizes) -> list[ReshardStep]:
     space = _Space(before, after, sizes)
     start = space.state(before)
     order = itertools.count()  # decides between equal costs
-    queue: list[tuple[float, int, _State, tuple[ReshardStep, ...]]] = [(0.0, next(order), start, ())]
+    queue: list[tuple[float, int, _State, _Path]] = [(0.0, next(order), start, ())]
     seen: set[_State] = set()
     while queue:
-        spent, _, state, steps = heapq.heappop(queue)
+        spent, _, state, path = heapq.heappop(queue)
         if state == space.goal:
-            return list(steps)
+            layouts = [space.layout(s) for s in (start, *(s for _, s in path))]
+            each = zip((move for move, _ in path), itertools.pairwise(layouts), strict=True)
+            return [ReshardStep(move, *around) for move, around in each]
         if state in seen:
             continue
         seen.add(state)
-        for collective, after_state in space.moves(state):
-            if after_state in seen:
-                continue
-            step = ReshardStep(collective, space.layout(state), space.layout(after_state))
-            cost = step.elements(sizes) + (_LATENCY if collective.sends else _LATENCY / 10)
-            heapq.heappush(queue, (spent + cost, next(order), after_state, (*steps, step)))
+        for move, then in space.moves(state):
+            if then not in seen:
+                cost = space.cost(move, state, then)
+                heapq.heappush(queue, (spent + cost, next(order), then, (*path, (move, then))))
     raise AssertionError(f"no sequence of collectives leads from {before} to {after}")
 
 

@@ -1,8 +1,8 @@
 """Planning: the choice of a layout for each value of a program.
 
 `canonicalize.py` drops operands that are read only for their dtype and shares equal views. `propagate.py`
-and `sweep.py` choose an option for each operation; nothing else depends on how they choose. `minimum/`
-improves what they have chosen.
+and `sweep.py` choose an option for each operation, the best one by `best.py`; nothing else depends on how
+they choose. `minimum/` improves what they have chosen.
 
 Options are compared in this order: parallelism lost; a constraint downstream missed; shards moved, by the
 rank of their origin (batch input, parameter, constraint, derived); bytes sent, including those from the

@@ -12,7 +12,7 @@ from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import atomic, factor_axes, image
 from torchard.sharding.rules import Call, lookup, rule_of
 
-__all__ = ["is_alias", "pull"]
+__all__ = ["is_alias", "pull", "pulled"]
 
 
 def is_alias(node: fx.Node) -> bool:
@@ -27,11 +27,12 @@ def is_alias(node: fx.Node) -> bool:
 
 def pull(node: fx.Node, layout: Layout, sizes: Sizes) -> Layout | None:
     """The layout of a view's base that gives the view ``layout``; None if no layout of the base does."""
-    return _pulled(rule_of(Call.of(node)), layout, sizes)
+    return pulled(rule_of(Call.of(node)), layout, sizes)
 
 
 @functools.lru_cache(maxsize=16384)
-def _pulled(rule: Rule, layout: Layout, sizes: Sizes) -> Layout | None:
+def pulled(rule: Rule, layout: Layout, sizes: Sizes) -> Layout | None:
+    """The layout of the base of a view with this rule; see `pull`."""
     rule = atomic(rule, [], [layout], sizes)
     axes_of = factor_axes(rule, rule.outs[0], layout, sizes)
     if any(f in rule.whole or f in rule.index for f in axes_of):

@@ -12,7 +12,6 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.graphs import output_values
-from torchard.functional.programs.tagging import forget
 from torchard.functional.torch_internals import ProgramGraph
 from torchard.sharding.decompositions.decompose import comes_apart, decompose, share_known
 from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
@@ -20,10 +19,9 @@ from torchard.sharding.decompositions.group_owners import Owners, by_owner, prod
 from torchard.sharding.decompositions.sorted_rows import in_blocks, sorts
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import atomic, factor_axes
-from torchard.sharding.layouts.tags import CALL, RULE
 from torchard.sharding.planning.decision import BATCH, PARAMETER, Given, LayoutDecision, work_of
 from torchard.sharding.planning.manual_options import local_operations
-from torchard.sharding.planning.propagate import SWEEPS, propagate, take_apart
+from torchard.sharding.planning.propagate import SWEEPS, Propagation, propagate, take_apart
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.values.mesh import Mesh
 
@@ -314,18 +312,16 @@ def _with_separate_bias(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     graph.
     """
     sweeps = 1 if any(n.target in BIASED_PRODUCTS for n in graph.nodes) else SWEEPS
-    plan = Plan(graph, given, propagate(graph, given, mesh.sizes, sweeps))
+    search = Propagation(graph, given, mesh.sizes)
     for _ in range(_ROUNDS):
+        plan = Plan(search.graph, search.given, search.after(sweeps))
         torn = [node for node in _torn(plan, mesh) if node.target in BIASED_PRODUCTS]
         decomposed = _taken_apart(plan, torn, mesh, by_blocks=False) if torn else None
         if decomposed is None and sweeps == SWEEPS:
             break
         sweeps = SWEEPS if decomposed is None else 1
-        graph, given = decomposed or (plan.graph, plan.given)
-        plan = Plan(graph, given, propagate(graph, given, mesh.sizes, sweeps))
-    if sweeps < SWEEPS:
-        plan = replace(plan, decision=propagate(plan.graph, plan.given, mesh.sizes))
-    return plan
+        search = search if decomposed is None else Propagation(*decomposed, mesh.sizes)
+    return Plan(search.graph, search.given, search.after(SWEEPS))
 
 
 def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
@@ -417,6 +413,6 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         env[node] = new.node_copy(node, env.__getitem__)
-        forget(env[node], CALL, RULE)
+        Call.copy(node, env)
     share_known(graph, new)
     return new, env

@@ -19,13 +19,44 @@ from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import atomic, factor_axes, image
 from torchard.sharding.planning.decision import Given, LayoutDecision, work_of
 from torchard.sharding.planning.stakes import Beside, Spread, Stakes
-from torchard.sharding.planning.sweep import Needs, Start, Sweep, TakeApart
+from torchard.sharding.planning.sweep import Needs, NodeFacts, Start, Sweep, TakeApart
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
 
-__all__ = ["SWEEPS", "propagate", "take_apart"]
+__all__ = ["SWEEPS", "Propagation", "propagate", "take_apart"]
 
 SWEEPS = 4
+
+
+class Propagation:
+    """Decides the layout of every value of a program, by sweeps that can be continued.
+
+    Args:
+        near: an earlier decision; lost axes are restored on the dims along which it splits neighbouring
+            values. If None, lost axes are restored on the dims with the most work.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, given: Given, sizes: Sizes, near: LayoutDecision | None = None
+    ) -> None:
+        self.graph, self.given, self.sizes = graph, given, sizes
+        self._start = _start(graph, given, sizes)
+        self._spread = _spread(graph, given, sizes, near=near)
+        self._decisions: list[LayoutDecision] = []
+        self._settled = False
+
+    def after(self, sweeps: int) -> LayoutDecision:
+        """The cheapest decision of so many sweeps, or of fewer, if the next one would change nothing."""
+        while len(self._decisions) < sweeps and not self._settled:
+            self._sweep()
+        return min(self._decisions, key=lambda decision: decision.total(self.given.machine))
+
+    def _sweep(self) -> None:
+        start = self._start
+        sweep = Sweep(self.graph, self.given, self.sizes, start, self._spread)
+        self._decisions.append(sweep.run())
+        self._settled = sweep.needs == start.needs and sweep.handed == start.handed
+        self._start = start.after(sweep.needs, sweep.handed)
 
 
 def propagate(
@@ -35,25 +66,8 @@ def propagate(
     sweeps: int = SWEEPS,
     near: LayoutDecision | None = None,
 ) -> LayoutDecision:
-    """Decide the layout of every value of a program, in a bounded number of sweeps.
-
-    Args:
-        near: an earlier decision; lost axes are restored on the dims along which it splits neighbouring
-            values. If None, lost axes are restored on the dims with the most work.
-    """
-    start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given), {})
-    spread = _spread(graph, given, sizes, near=near)
-    best: LayoutDecision | None = None
-    for _ in range(sweeps):
-        sweep = Sweep(graph, given, sizes, start, spread)
-        decision = sweep.run()
-        if best is None or decision.total(given.machine) < best.total(given.machine):
-            best = decision
-        if sweep.needs == start.needs and sweep.handed == start.handed:
-            break
-        start = start.after(sweep.needs, sweep.handed)
-    assert best is not None
-    return best
+    """The decision of a propagation after a bounded number of sweeps; see `Propagation`."""
+    return Propagation(graph, given, sizes, near).after(sweeps)
 
 
 def take_apart(graph: fx.Graph, given: Given, sizes: Sizes, taken: TakeApart) -> None:
@@ -63,8 +77,13 @@ def take_apart(graph: fx.Graph, given: Given, sizes: Sizes, taken: TakeApart) ->
         taken: decomposes a node, given the layouts of its operands, and returns the new nodes, or none if
             it does not decompose the node.
     """
-    start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given), {})
+    start = _start(graph, given, sizes)
     Sweep(graph, given, sizes, start, _spread(graph, given, sizes, apart=True), taken).run()
+
+
+def _start(graph: fx.Graph, given: Given, sizes: Sizes) -> Start:
+    wishes, needs = _wishes(graph, given, sizes), _output_needs(graph, given)
+    return Start(NodeFacts(given.machine), wishes, {}, needs, {})
 
 
 def _output_needs(graph: fx.Graph, given: Given) -> Needs:

@@ -18,17 +18,21 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
+from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.graphs import output_node, output_values
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.markers import again, enter, leave, rows
 from torchard.functional.programs.tags import VAL
+from torchard.sharding.layouts.factors import Rule
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, options
 from torchard.sharding.layouts.reshard import cost
-from torchard.sharding.planning.aliases import is_alias, pull
+from torchard.sharding.planning.aliases import is_alias
+from torchard.sharding.planning.best import ReadValue, ResultBytes, best, moved_base, sent
 from torchard.sharding.planning.decision import (
     BATCH,
     CONSTRAINT,
@@ -39,11 +43,54 @@ from torchard.sharding.planning.decision import (
 )
 from torchard.sharding.planning.stakes import Spread
 from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.rules.registry import results
 
-__all__ = ["Needs", "Start", "Sweep", "TakeApart"]
+__all__ = ["Needs", "NodeFacts", "Start", "Sweep", "TakeApart"]
 
 Needs = dict[fx.Node, dict[fx.Node, Layout]]  # value -> user -> layout as read
 TakeApart = Callable[[fx.Node, Sequence[Layout]], list[fx.Node]]
+
+
+class NodeFact(NamedTuple):
+    """What no sweep changes about a node.
+
+    Attributes:
+        size: bytes of an element, in all iterations; 0 if it is no tensor.
+        view, base: the rule of a view, and the value that it is a view of.
+        rate: seconds of a point of its iteration space.
+    """
+
+    size: int
+    view: Rule | None
+    base: fx.Node | None
+    rate: float
+    results: ResultBytes
+
+
+class NodeFacts:
+    """What no sweep changes, by node."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._known: dict[fx.Node, NodeFact] = {}
+
+    def of(self, node: fx.Node) -> NodeFact:
+        fact = self._known.get(node)
+        if fact is None:
+            fact = self._known[node] = self._found(node)
+        return fact
+
+    def _found(self, node: fx.Node) -> NodeFact:
+        sizes = tuple([value.dtype.itemsize * times(node) for value in results(node)])
+        size = sizes[0] if len(sizes) == 1 else 0
+        if node.op != "call_function" or node.target is operator.getitem:
+            return NodeFact(size, None, None, 0.0, ResultBytes((), 0, False))
+        call, rate = Call.of(node), seconds_per_point(node, self.machine)
+        first = VAL.of(call.operands[0]).dtype.itemsize * times(node) if call.operands else 0
+        known = ResultBytes(sizes, first, node.target is rows)
+        if is_alias(node):
+            return NodeFact(size, rule_of(call), node.all_input_nodes[0], rate, known)
+        return NodeFact(size, None, None, rate, known)
 
 
 @dataclass(frozen=True)
@@ -51,12 +98,14 @@ class Start:
     """The results of earlier sweeps.
 
     Attributes:
+        facts: what no sweep changes.
         wishes: for values before a constraint, the layout that the constraint prefers.
         asked: the layouts in which consumers read values, in any sweep.
         needs: the layouts in which consumers read values in the last sweep.
         handed: for each carry of a loop, the layout in which the last sweep computed its next value.
     """
 
+    facts: NodeFacts
     wishes: dict[fx.Node, Layout]
     asked: dict[fx.Node, dict[Layout, None]]
     needs: Needs
@@ -67,7 +116,7 @@ class Start:
         asked = self.asked
         for node, by_user in needs.items():
             asked.setdefault(node, {}).update(dict.fromkeys(by_user.values()))
-        return Start(self.wishes, asked, needs, handed)
+        return Start(self.facts, self.wishes, asked, needs, handed)
 
 
 class Sweep:
@@ -94,6 +143,7 @@ class Sweep:
         }
         self.versions: dict[fx.Node, dict[Layout, None]] = {}
         self.ranks: dict[fx.Node, dict[str, int]] = {}
+        self.reads: dict[fx.Node, ReadValue] = {}
         self.had: dict[fx.Node, frozenset[str]] = {}
         self.replaced: set[fx.Node] = set()
         self.decision = LayoutDecision()
@@ -184,7 +234,8 @@ class Sweep:
     def _choose(self, node: fx.Node) -> None:
         call = Call.of(node)
         rule = rule_of(call)
-        homes = [self.home(o) for o in call.operands]
+        reads = tuple([self._read(o) for o in call.operands])
+        homes = [read.home for read in reads]
         if self.take_apart is not None and self._comes_apart(node, homes):
             return
         wished = list(self.asked.get(node, ()))
@@ -194,21 +245,23 @@ class Sweep:
         local = self.given.local.get(node)
         possible = options if local is None else local.options
         if node.target in (enter, again, leave):
-            option = self._carried(node, lambda x: possible(rule, [x] * len(homes), [x], self.sizes))
+            carried = self._carried(node, lambda x: possible(rule, [x] * len(homes), [x], self.sizes))
+            candidates: tuple[Option, ...] = (carried,)
         else:
             candidates = possible(rule, homes, wished, self.sizes)
-            alone = len(candidates) == 1
-            option = candidates[0] if alone else self._best(node, call, homes, candidates)
+        wanted = tuple(dict.fromkeys(self.needed.get(node, {}).values()))
+        fact = self.start.facts.of(node)
+        wish = self.wishes.get(node)
+        option, ranks = best(candidates, reads, wanted, wish, fact.results, self.sizes)
         for operand, layout in zip(call.operands, option.ins, strict=True):
             self._take(operand, layout, node)
         self.decision.option[node] = option
         if self.spread is not None:
             self._remember(node, call, homes, option)
         self.decision.raw[node] = option.outs
-        rate = seconds_per_point(node, self.given.machine)
-        self.decision.work += option.cost(self.sizes).work * rate
-        self.decision.bytes += self._exchanged(call, option)
-        ranks = self._ranks_of(call, homes, option)
+        known = option.cost(self.sizes)
+        self.decision.work += known.work * fact.rate
+        self.decision.bytes += float(known.exchanged * fact.results.exchanged)
         if isinstance(VAL.of(node), (tuple, list)):
             self.ranks[node] = ranks
         else:
@@ -238,7 +291,8 @@ class Sweep:
             moved = sum(cost(layout, want, self.sizes) for want in wanted)
             if handed is not None:
                 moved += cost(handed, layout, self.sizes)
-            return lost, self._cost(first, layout) + moved * _bytes_each(node, 0)
+            entered = sent(self._read(first), layout, self.sizes)
+            return lost, entered + moved * self.start.facts.of(node).size
 
         return sorted(dict.fromkeys([home, *([handed] if handed else []), *wanted]), key=key)
 
@@ -282,86 +336,6 @@ class Sweep:
             self._visit(piece)
         return True
 
-    def _best(
-        self, node: fx.Node, call: Call, homes: Sequence[Layout], candidates: Sequence[Option]
-    ) -> Option:
-        least = min(option.cost(self.sizes).volume for option in candidates)
-        for option in candidates:
-            if option.ins == tuple(homes) and option.cost(self.sizes).volume == least:
-                lost, missed, moved, wire, _ = self._key(node, call, homes, option)
-                if lost == 1 and not (missed or any(moved) or wire):
-                    return option  # no shard is moved: nothing can be better
-        return min(candidates, key=lambda option: self._key(node, call, homes, option))
-
-    def _ranks_of(
-        self, call: Call, homes: Sequence[Layout], option: Option
-    ) -> dict[str, int]:
-        """The rank of each shard of a result: the best rank among the operands' shards it comes from."""
-        ranks: dict[str, int] = {}
-        for axis in {a for out in option.outs for a in out.split_axes}:
-            ranks[axis] = min(
-                (
-                    self.ranks[o].get(axis, DERIVED)
-                    for o, home, layout in zip(call.operands, homes, option.ins, strict=True)
-                    if axis in home.split_axes and home.dim_of(axis) == layout.dim_of(axis)
-                ),
-                default=DERIVED,
-            )
-        return ranks
-
-    def _key(
-        self, node: fx.Node, call: Call, homes: Sequence[Layout], option: Option
-    ) -> tuple[int, int, tuple[int, ...], float, int]:
-        known = option.cost(self.sizes)
-        brought = {a for home in homes for a in home.split_axes}
-        lost = math.prod(self.table[a] for a in brought - known.split)
-        moved = [0] * (DERIVED + 1)
-        wire = 0.0
-        for operand, home, layout in zip(call.operands, homes, option.ins, strict=True):
-            cost = self._cost(operand, layout)
-            wire += cost
-            if cost > 0:
-                for axis in home.split_axes:
-                    if home.dim_of(axis) != layout.dim_of(axis):
-                        moved[self.ranks[operand].get(axis, DERIVED)] += 1
-        wire += self._exchanged(call, option) + self._onward(node, option)
-        if node.target is rows:  # equal bytes tie, so the smallest result wins: scattered rows
-            wire = round(wire)
-        return lost, self._missed(node, option), tuple(moved), wire, known.volume
-
-    def _exchanged(self, call: Call, option: Option) -> float:
-        """The bytes that the operation itself sends."""
-        moved = option.cost(self.sizes).exchanged
-        return float(moved * _bytes_each(call.node, 0, call.operands[0])) if moved else 0.0
-
-    def _missed(self, node: fx.Node, option: Option) -> int:
-        """The number of axes that the preferred layout splits and this option splits differently."""
-        wish = self.wishes.get(node)
-        if wish is None or not option.outs:
-            return 0
-        out = option.outs[0]
-        return sum(
-            out.dim_of(a) is not None and out.dim_of(a) != wish.dim_of(a) for a in wish.split_axes
-        )
-
-    def _onward(self, node: fx.Node, option: Option) -> float:
-        """The bytes from the results to the preferred layouts; a pending sum costs a psum_scatter."""
-        total = 0.0
-        wanted = dict.fromkeys(self.needed.get(node, {}).values())
-        for i, out in enumerate(option.outs):
-            item = _bytes_each(node, i)
-            if i == 0 and wanted:
-                total += item * sum(self._onward_cost(out, want) for want in wanted)
-            elif out.awaited:
-                k = math.prod(self.table[a] for a in out.awaited)
-                total += item * out.largest_local(self.table) * (k - 1) / k
-        return total
-
-    def _onward_cost(self, out: Layout, want: Layout) -> float:
-        if set(want.pending) <= set(out.pending):
-            return cost(out, want, self.sizes)
-        return cost(out, want.reduced(), self.sizes)
-
     # -- values ---------------------------------------------------------------------------------
 
     def _resolve(self, node: fx.Node, raw: Layout, ranks: dict[str, int]) -> None:
@@ -371,66 +345,45 @@ class Sweep:
             return
         wanted = dict.fromkeys(w.reduced() for w in self.needed.get(node, {}).values())
         whole = raw.reduced()
-        best = min(
+        home = min(
             dict.fromkeys([whole, *wanted]),
             key=lambda layout: (
                 cost(raw, layout, self.sizes)
                 + sum(cost(layout, want, self.sizes) for want in wanted)
             ),
         )
-        self.decision.bytes += cost(raw, best, self.sizes) * _bytes_each(node, 0)
-        kept = {a: r for a, r in ranks.items() if best.dim_of(a) == raw.dim_of(a)}
-        self._record(node, best, {a: kept.get(a, DERIVED) for a in best.split_axes})
+        self.decision.bytes += cost(raw, home, self.sizes) * self.start.facts.of(node).size
+        kept = {a: r for a, r in ranks.items() if home.dim_of(a) == raw.dim_of(a)}
+        self._record(node, home, {a: kept.get(a, DERIVED) for a in home.split_axes})
 
-    def _cost(self, node: fx.Node, want: Layout) -> float:
-        """The bytes to reshard a value to a layout from its cheapest available version."""
-        if want in self.versions[node]:
-            return 0.0
-        base = self._base(node, want)
-        if base is not None:
-            return self._cost(*base)
-        return (
-            min(
-                cost(have, want, self.sizes)
-                for have in self.versions[node]
-                if set(want.pending) <= set(have.pending)
-            )
-            * _bytes_each(node, 0)
-        )
-
-    def _base(self, node: fx.Node, want: Layout) -> tuple[fx.Node, Layout] | None:
-        """A view's base and its layout, if the base can be resharded instead, for all its aliases."""
-        if not is_alias(node) or node.target is operator.getitem:
-            return None
-        base = node.all_input_nodes[0]
-        layout = pull(node, want, self.sizes)
-        if layout is None or not set(layout.pending) <= set(self.home(base).pending):
-            return None
-        return base, layout
+    def _read(self, node: fx.Node) -> ReadValue:
+        """A value as the next operation finds it."""
+        if node not in self.versions:
+            self.home(node)
+        fact = self.start.facts.of(node)
+        base = None if fact.base is None else self._read(fact.base)
+        versions, known = self.versions[node], self.reads.get(node)
+        if known is None or len(known.versions) < len(versions) or known.base is not base:
+            ranks = tuple(self.ranks[node].items())
+            known = ReadValue(tuple(versions), ranks, fact.size, fact.view, base)
+            self.reads[node] = known
+        return known
 
     def _take(self, node: fx.Node, want: Layout, user: fx.Node) -> None:
         """Read a value in a layout: record the need, add the reshard's cost, keep the new version."""
-        self.home(node)
         self.needs.setdefault(node, {})[user] = want
-        if want in self.versions[node]:
-            return
-        self.decision.bytes += self._cost(node, want)
-        self._keep(node, want, user)
+        if want not in (read := self._read(node)).versions:
+            self.decision.bytes += sent(read, want, self.sizes)
+            self._keep(node, want)
 
-    def _keep(self, node: fx.Node, want: Layout, user: fx.Node) -> None:
-        base = self._base(node, want)
-        if base is not None and base[1] not in self.versions[base[0]]:
-            self.needs.setdefault(base[0], {})[node] = base[1]
-            self._keep(*base, user)
+    def _keep(self, node: fx.Node, want: Layout) -> None:
+        layout = moved_base(self._read(node), want, self.sizes)
+        if layout is not None:
+            base = node.all_input_nodes[0]
+            if layout not in self.versions[base]:
+                self.needs.setdefault(base, {})[node] = layout
+                self._keep(base, layout)
         self.versions[node][want] = None
-
-
-def _bytes_each(node: fx.Node, result: int, of: fx.Node | None = None) -> int:
-    """The bytes of an element of a node's result, or `of` an operand's, in all iterations."""
-    val = VAL.of(of or node)
-    if isinstance(val, (tuple, list)):
-        val = [v for v in val if hasattr(v, "shape")][result]
-    return int(val.dtype.itemsize) * times(node)
 
 
 def _uses(node: fx.Node) -> int:

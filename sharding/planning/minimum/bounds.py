@@ -1,6 +1,7 @@
 """A minimum where exact elimination is too wide: near it, with a lower bound that says how near.
 
-The bound is the dual of the linear relaxation, by block-coordinate ascent (MPLP: Globerson & Jaakkola,
+First, variables with few neighbours are eliminated, which is exact. Of the rest, the bound is the dual of
+the linear relaxation, by block-coordinate ascent (MPLP: Globerson & Jaakkola,
 "Fixing Max-Product", NIPS 2007): each term of two variables hands half of its smallest cost in each state
 to either of them. What a state then costs at least, beside the best one of its variable, says which
 states to keep: the cheapest few, a beam, give a solution, and with that all whose excess is at most the
@@ -13,13 +14,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide, minimum, order
+from torchard.sharding.planning.minimum.elimination import (
+    Elimination,
+    Table,
+    Terms,
+    TooWide,
+    minimum,
+    order,
+)
 
 __all__ = ["Bounded", "SweepBudget", "restricted", "solved"]
 
 _SWEEPS, _STALLS = 60, 1e-4
 _FEW = 20  # sweeps: after fewer, a bound says little
 _BEAMS = (8, 5, 3)  # states of each variable
+_NEIGHBOURS = 2  # of a variable that is eliminated exactly: what is left has terms of two variables
 _ROUNDING = 1e-12  # of the sum of all terms
 
 
@@ -50,9 +59,16 @@ def solved(problem: Terms, budget: SweepBudget) -> Bounded:
     try:
         cost, states = minimum(problem)
         return Bounded(cost, states, cost)
-    except TooWide:  # a beam's width depends on its size alone, so it is known before a bound is
-        few = [min(size, _BEAMS[-1]) for size in problem.sizes]
-        order(few, [scope for scope, _ in problem.terms])
+    except TooWide:
+        chains = Elimination(problem, most=_NEIGHBOURS)
+    cost, states, bound = _near(chains.rest, budget)
+    return Bounded(chains.value + cost, chains.states(states), chains.value + bound)
+
+
+def _near(problem: Terms, budget: SweepBudget) -> Bounded:
+    # A beam's width depends on its size alone, so it is known before a bound is.
+    few = [min(size, _BEAMS[-1]) for size in problem.sizes]
+    order(few, [scope for scope, _ in problem.terms])
     dual = _Dual(problem, budget)
     near = _within(problem, *(dual.cheapest(count) for count in _BEAMS))
     kept = dual.within(near)
@@ -87,7 +103,7 @@ def restricted(problem: Terms, kept: list[list[int]]) -> tuple[float, list[int]]
         key = id(table), tuple(map(tuple, some))
         if key not in tables:
             tables[key] = table[np.ix_(*some)]
-        part.terms.append((scope, tables[key]))
+        part.add(scope, tables[key])
     cost, states = minimum(part)
     return cost, [kept[v][state] for v, state in enumerate(states)]
 

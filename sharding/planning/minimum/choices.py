@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from torch import fx
 
@@ -170,17 +169,7 @@ def _options(
     for cut in rules:
         for other in _along(cut, option, axis, sizes):
             found.setdefault((other.ins, other.outs), other)
-    return tuple(map(_shared, found.values()))
-
-
-def _shared(option: Option) -> Option:
-    """The option with layouts that are one object if they are equal: they are compared often."""
-    return replace(option, ins=tuple(map(_one, option.ins)), outs=tuple(map(_one, option.outs)))
-
-
-@functools.lru_cache(maxsize=16384)
-def _one(layout: Layout) -> Layout:
-    return layout
+    return tuple(found.values())
 
 
 def _along(rule: Rule, option: Option, axis: str, sizes: Sizes) -> Iterator[Option]:

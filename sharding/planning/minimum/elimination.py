@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Table", "Terms", "TooWide", "minimum", "order"]
+__all__ = ["Elimination", "Table", "Terms", "TooWide", "minimum", "order"]
 
 Table = npt.NDArray[np.float64]
 _LARGEST, _ALL = 4_000_000, 60_000_000  # entries of a table, and of all
@@ -37,6 +37,7 @@ class Terms:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.terms: list[tuple[tuple[int, ...], Table]] = []
+        self._narrow: dict[object, tuple[Table, Table]] = {}  # by tables' identities, with the tables
 
     def variable(self, unary: Table) -> int:
         """Add a variable, and return its number."""
@@ -45,9 +46,14 @@ class Terms:
         return len(self.sizes) - 1
 
     def add(self, scope: tuple[int, ...], table: Table) -> None:
-        """Add a term over some variables."""
+        """Add a term over some variables; those of one state are left out of it, if others are left."""
         assert table.shape == tuple(self.sizes[v] for v in scope)
-        self.terms.append((scope, table))
+        several = tuple([v for v in scope if self.sizes[v] > 1]) or scope[:1]
+        if several != scope:
+            shape = tuple(self.sizes[v] for v in several)
+            narrow = self._narrow.setdefault((id(table), shape), (table, table.reshape(shape)))
+            table = narrow[1]
+        self.terms.append((several, table))
 
     def cost(self, states: Sequence[int]) -> float:
         """The sum of all terms in given states."""
@@ -73,11 +79,17 @@ def minimum(problem: Terms) -> tuple[float, list[int]]:
     Raises:
         TooWide: a table would be too large.
     """
-    return _Elimination(problem).run()
+    whole = Elimination(problem)
+    return whole.value, whole.states(())
 
 
-def order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def order(
+    sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], most: float = math.inf
+) -> list[tuple[int, ...]]:
     """Each variable, when it is eliminated, with those that it then has terms with.
+
+    Args:
+        most: variables with more neighbours are not eliminated.
 
     Raises:
         TooWide: a table would be too large.
@@ -88,7 +100,7 @@ def order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -> list[tuple
             near[v].update(u for u in scope if u != v)
 
     def size(v: int) -> int:
-        return math.prod((sizes[u] for u in near[v]), start=sizes[v])
+        return math.prod([sizes[u] for u in near[v]], start=sizes[v])
 
     queue = [(size(v), v) for v in range(len(sizes))]
     heapq.heapify(queue)
@@ -100,20 +112,35 @@ def order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -> list[tuple
         if before != (now := size(v)):
             heapq.heappush(queue, (now, v))
             continue
+        if len(near[v]) > most:
+            continue  # until a neighbour is eliminated
         if now > _LARGEST:
             raise TooWide
         found[v] = (v, *sorted(near[v]))
         for u in found[v][1:]:
             near[u] |= near[v]
-            near[u] -= {u, v}
+            near[u].difference_update((u, v))
             heapq.heappush(queue, (size(u), u))
     return list(found.values())
 
 
-class _Elimination:
-    def __init__(self, problem: Terms) -> None:
+class Elimination:
+    """All variables of a problem eliminated, or those with few neighbours.
+
+    Args:
+        most: variables with more neighbours are left.
+
+    Attributes:
+        value: what the eliminated variables cost apart from the others.
+        rest: the problem of the others.
+
+    Raises:
+        TooWide: a table would be too large.
+    """
+
+    def __init__(self, problem: Terms, most: float = math.inf) -> None:
         self.sizes = problem.sizes
-        self.order = order(problem.sizes, [scope for scope, _ in problem.terms])
+        orders = order(problem.sizes, [scope for scope, _ in problem.terms], most)
         self.terms = {i: _Term(*term) for i, term in enumerate(problem.terms)}
         self.of: list[set[int]] = [set() for _ in self.sizes]
         for i, term in self.terms.items():
@@ -123,20 +150,32 @@ class _Elimination:
         # By tables' identities; the terms are kept with them, so that no identity is used again.
         self.known: dict[object, tuple[list[_Term], Table, npt.NDArray[np.intp]]] = {}
         self.value, self.entries = 0.0, 0
+        self.steps = [self._eliminated(scope) for scope in orders]
+        gone = {scope[0] for scope in orders}
+        self.left = [v for v in range(len(self.sizes)) if v not in gone]
+        at = {v: i for i, v in enumerate(self.left)}
+        self.rest = Terms()
+        self.rest.sizes = [self.sizes[v] for v in self.left]
+        for term in self.terms.values():
+            self.rest.add(tuple(at[v] for v in term.scope), term.table)
 
-    def run(self) -> tuple[float, list[int]]:
-        steps = [self._eliminated(scope) for scope in self.order]
-        return self.value, self._states(steps)
+    def states(self, rest: Sequence[int]) -> list[int]:
+        """The states of all variables that cost least, given those of the variables that are left."""
+        states = [0] * len(self.sizes)
+        for v, state in zip(self.left, rest, strict=True):
+            states[v] = state
+        for step in reversed(self.steps):
+            states[step.variable] = int(step.best[tuple(states[u] for u in step.scope)])
+        return states
 
     def _eliminated(self, scope: tuple[int, ...]) -> _Step:
         v = scope[0]
         terms = [self.terms.pop(i) for i in sorted(self.of[v])]
-        for i in list(self.of[v]):
-            for u in scope:
-                self.of[u].discard(i)
+        for u in scope[1:]:
+            self.of[u] -= self.of[v]
         at = {u: k for k, u in enumerate(scope)}
-        places = tuple(tuple(at[u] for u in term.scope) for term in terms)
-        key = (len(scope), places, tuple(id(term.table) for term in terms))
+        places = tuple([tuple([at[u] for u in term.scope]) for term in terms])
+        key = (len(scope), places, tuple([id(term.table) for term in terms]))
         if key not in self.known:
             shape = tuple(self.sizes[u] for u in scope)
             self.entries += math.prod(shape)
@@ -153,12 +192,6 @@ class _Elimination:
                 self.of[u].add(self.number)
             self.number += 1
         return _Step(v, scope[1:], best)
-
-    def _states(self, steps: Sequence[_Step]) -> list[int]:
-        states = [0] * len(self.sizes)
-        for step in reversed(steps):
-            states[step.variable] = int(step.best[tuple(states[u] for u in step.scope)])
-        return states
 
 
 def _total(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,14 @@ class Call:
         call = Call(node, tuple([a for a, _ in vals]), ins, outs)
         CALL.set(node, call)
         return call
+
+    @staticmethod
+    def copy(node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> None:
+        """Give the copy of a node its call, on the copies of the operands."""
+        call = CALL.get(node)
+        if isinstance(call, Call):
+            operands = tuple([env[operand] for operand in call.operands])
+            CALL.set(env[node], Call(env[node], operands, call.ins, call.outs))
 
     @property
     def target(self) -> Any:

@@ -104,6 +104,39 @@ def test_bounds_take_no_more_work_than_is_left(monkeypatch: pytest.MonkeyPatch) 
     assert budget.left == before
 
 
+def test_chains_between_others_are_eliminated_before_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No work is done for their variables."""
+    monkeypatch.setattr(bounds, "_BEAMS", (2, 1))
+    monkeypatch.setattr(elimination, "_LARGEST", 3**5)
+    for seed in range(20):
+        problem, random = dense(seed), np.random.default_rng(seed)
+        links = [random.integers(0, 9, (3, 3)).astype(float) for _ in range(3)]
+        for start, end in ((0, 3), (1, 4)):
+            last = start
+            for link in 20 * links:
+                here = problem.variable(np.zeros(3))
+                problem.add((last, here), link)
+                last = here
+            problem.add((last, end), links[0])
+        budget = SweepBudget()
+        before = budget.left
+        cost, states, bound = solved(problem, budget)
+        assert cost == problem.cost(states) and bound <= cost + 1e-9
+        assert 0 < before - budget.left <= bounds._SWEEPS * 15
+
+
+def test_variables_of_one_state_widen_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elimination, "_LARGEST", 4)
+    problem = Terms()
+    alone = [problem.variable(np.ones(1)) for _ in range(70)]
+    each = [problem.variable(np.array([2.0, 1.0])) for _ in range(70)]
+    for u, v in itertools.product(alone[:3], each):
+        problem.add((u, v), np.zeros((1, 2)))
+    for u, v in itertools.combinations(alone, 2):
+        problem.add((u, v), np.ones((1, 1)))
+    assert minimum(problem) == (70 + 70 + 70 * 69 / 2, [0] * 70 + [1] * 70)
+
+
 def test_states_within_a_bound_contain_the_minimum() -> None:
     for problem in map(dense, range(60)):
         cost, states = minimum(problem)
