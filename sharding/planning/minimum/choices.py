@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
@@ -20,7 +20,7 @@ from torchard.sharding.planning.minimum.alternatives import Alternatives, source
 from torchard.sharding.planning.minimum.elimination import TooWide
 from torchard.sharding.rules import Call, rule_of
 
-__all__ = ["CARRIES", "Choices"]
+__all__ = ["CARRIES", "Choices", "columns"]
 
 _MOST = 64  # layouts of a value, and options of an operation
 CARRIES = (enter, again, leave)
@@ -57,9 +57,9 @@ class Choices:
         self.staying = set[fx.Node]() if given.on else _staying(graph, given, now)
         self._waiting = dict.fromkeys(now.option)
         for node, layout in (*now.home.items(), *now.kept.items()):
-            self._add(node, layout)
+            self._add(node, (layout,))
         for value, layout in zip(output_values(graph), now.outputs, strict=True):
-            self._add(value, layout)
+            self._add(value, (layout,))
         while self._waiting:  # rules are cut where the layouts of values are, until none is new
             node = next(iter(self._waiting))
             del self._waiting[node]
@@ -78,20 +78,22 @@ class Choices:
         if len(found) > _MOST:
             raise TooWide
         self.options[node] = found
-        values = values_of(node)
-        for option in found:
-            for operand, layout in zip(call.operands, option.ins, strict=True):
-                self._add(operand, layout)
-            for i, value in values.items():
-                self._add(value, option.outs[i])
+        ins, outs = columns(found)
+        for operand, layouts in zip(call.operands, ins, strict=True):
+            self._add(operand, layouts)
+        for i, value in values_of(node).items():
+            self._add(value, outs[i])
 
-    def _add(self, value: fx.Node, layout: Layout) -> None:
-        """Add a layout of a value; operations that it may cut are visited again."""
+    def _add(self, value: fx.Node, layouts: Iterable[Layout]) -> None:
+        """Add layouts of a value; operations that they may cut are visited again."""
         value = self.value(value)
         known = self.layouts[value]
-        if layout in known:
-            return
-        known[layout] = None
+        for layout in layouts:
+            if layout not in known:
+                known[layout] = None
+                self._visit_again(value, layout)
+
+    def _visit_again(self, value: fx.Node, layout: Layout) -> None:
         near: list[fx.Node] = []
         for version in self._versions.get(value, (value,)):
             near += (source_of(version), *version.users)
@@ -153,6 +155,18 @@ def _reads_home(user: fx.Node, value: fx.Node, now: LayoutDecision) -> bool:
         return True
     operands = zip(Call.of(user).operands, option.ins, strict=True)
     return all(layout == now.home[value] for operand, layout in operands if operand is value)
+
+
+Columns = tuple[tuple[Layout, ...], ...]
+
+
+@functools.lru_cache(maxsize=16384)
+def columns(options: tuple[Option, ...]) -> tuple[Columns, Columns]:
+    """The layouts of each operand, and of each result, by option."""
+    return (
+        tuple(zip(*(o.ins for o in options), strict=True)),
+        tuple(zip(*(o.outs for o in options), strict=True)),
+    )
 
 
 @functools.lru_cache(maxsize=16384)

@@ -41,7 +41,7 @@ from torchard.sharding.planning.minimum.alternatives import (
     values_of,
 )
 from torchard.sharding.planning.minimum.bounds import SweepBudget, restricted, solved
-from torchard.sharding.planning.minimum.choices import CARRIES, Choices
+from torchard.sharding.planning.minimum.choices import CARRIES, Choices, columns
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.rules import Call
@@ -169,7 +169,7 @@ class EnergyModel:
         self.of_value[value] = self.problem.variable(self.energy.shared(costs))
 
     def _move(self, value: fx.Node, have: Layout, want: Layout) -> float:
-        return self.energy.reshards.seconds(have, want, *_element(value))
+        return 0.0 if have is want else self.energy.reshards.seconds(have, want, *_element(value))
 
     def _input(self, node: fx.Node) -> None:
         """An input, or a cotangent, which has the layout of its output."""
@@ -204,18 +204,18 @@ class EnergyModel:
         if may_be_off := self._may_be_off(node):
             works = self.energy.shared(np.append(works, 0.0))
         at = self.of_option[node] = self.problem.variable(works)
-        operands = Call.of(node).operands
+        operands, (ins, outs) = Call.of(node).operands, columns(options)
         for k, operand in enumerate(operands):
             carry = node.target in (again, leave) and k == len(operands) - 1
             # Of a stack, rows are moved: to move it as a whole would take the memory of all.
             fixed = carry or node.target is row or operand in self.choices.staying
             source, states = self._value(operand)
-            costs = self._read(states, tuple(o.ins[k] for o in options), operand, fixed)
+            costs = self._read(states, ins[k], operand, fixed)
             if may_be_off or not states.plain:
                 costs = self.energy.shared(states.read(costs, may_be_off))
             self.problem.add((source, at), costs)
         for i, value in values_of(node).items():
-            self._computed(value, at, tuple(o.outs[i] for o in options), may_be_off)
+            self._computed(value, at, outs[i], may_be_off)
 
     def _computed(
         self, node: fx.Node, at: int, outs: tuple[Layout, ...], may_be_off: bool
