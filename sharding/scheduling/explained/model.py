@@ -18,7 +18,7 @@ from torchard.sharding.planning.decision import LayoutDecision
 from torchard.sharding.planning.minimum.alternatives import NONE
 from torchard.sharding.planning.minimum.bounds import Bounded, SweepBudget, proved, solved
 from torchard.sharding.planning.minimum.choices import Choices
-from torchard.sharding.planning.minimum.elimination import Table, Terms
+from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.minimum import Energy, EnergyModel
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.planning.plan import Plan
@@ -28,8 +28,10 @@ __all__ = ["ModelTerm", "PlanCosts", "PlanSpace"]
 
 ModelTerm = tuple[tuple[int, ...], Table]
 _OPTIONS = 400  # of an operation, and layouts of a value
+_PLACES = 700  # of a value
 _RESHARDS = 40_000  # pairs of layouts
-_SWEEPS = 1_000_000  # of a term: ten seconds
+_SECONDS = 10  # for a bound, on a slow processor
+_SWEEPS = 1_000_000  # of a term
 _EQUAL = 1e-6  # of a plan's seconds: where another plan gains less, the plan itself is meant
 
 
@@ -110,6 +112,9 @@ class PlanSpace:
         choices = Choices(
             plan.graph, energy.given, costs.sizes, axes, costs.decision, NONE, _OPTIONS
         )
+        shared = [len(x) for v, x in choices.layouts.items() if len(v.users) > 1]
+        if max(shared, default=0) ** 2 > _PLACES:  # a value may be in each two of them
+            raise TooWide
         self.costs, self.axes = costs, axes
         self.model = EnergyModel(energy, choices)
         self.states = self._states(costs.decision)
@@ -138,9 +143,11 @@ class PlanSpace:
         Raises:
             TooWide: it takes too long to say.
         """
-        problem = self.model.problem
+        problem, budget = self.model.problem, self.costs.energy.budget
+        entries = sum(table.size for _, table in problem.terms) / len(problem.terms)
+        budget.left = min(budget.left, int(_SECONDS / (1e-5 + 4e-9 * entries)))
         known = Bounded(problem.cost(self.states), self.states, 0.0)
-        return proved(problem, known, self.costs.energy.budget)
+        return proved(problem, known, budget)
 
     def solved(self, *extra: ModelTerm) -> Bounded:
         """The cheapest plan, or one near it, with further terms; of equal ones, that most like the plan.

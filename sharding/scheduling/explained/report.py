@@ -45,7 +45,8 @@ from torchard.sharding.values.spec import spec_of
 __all__ = ["PlanReport", "reporter"]
 
 _EQUAL = 1e-5  # of the seconds: plans whose difference is smaller are equal
-_MOST = 300_000  # variables of all problems that are solved to find better specs: some ten seconds
+_TOLD_APART = 1e-11  # seconds: slices and collectives of equal plans are told apart by less
+_MOST = 120_000  # variables of all problems, of one spec each, that are solved to find better ones
 _PLANNED = 4  # specs that are planned
 _LISTED = 12  # moves in the text
 
@@ -109,6 +110,7 @@ class PlanReport:
         self.minimized = plan.given.on is not None
         self.seconds = self._costs.seconds(self._costs.decision)
         self.computing = self._costs.working(self._costs.decision)
+        self._little = max(_EQUAL * self.seconds, _TOLD_APART)
         split = plan.given.split_axes
         self._axes = tuple(a for a in mesh.axes if a in split and mesh.shape[a] > 1)
         self._stages = _stages(program)
@@ -131,8 +133,9 @@ class PlanReport:
         """What each plan of these operations costs at least; None if there are too many.
 
         Of all plans in which every axis that splits something that is given may split any operation, and
-        outputs have the layouts that they have in this one. There are too many where an operation has
-        more than 400 options, all more than 40,000 reshards, or the bound takes more than ten seconds.
+        outputs have the layouts that they have in this one; up to the picoseconds by which plans of equal
+        cost are told apart. There are too many where an operation has more than 400 options, a value that
+        several read more than 26 layouts, or all more than 40,000 reshards.
         """
         return None if self._proved is None else min(self._proved[1].bound, self.seconds)
 
@@ -142,8 +145,7 @@ class PlanReport:
         bound = self.bound
         if bound is None:
             return None
-        gap = (self.seconds - bound) / self.seconds if self.seconds else 0.0
-        return gap if gap > _EQUAL else 0.0
+        return (self.seconds - bound) / self.seconds if self.seconds - bound > self._little else 0.0
 
     @cached_property
     def better(self) -> PlanChange | None:
@@ -151,9 +153,9 @@ class PlanReport:
         if self._proved is None or not self.gap:
             return None
         space, found = self._proved
-        if found.cost >= self.seconds * (1 - _EQUAL):
+        if found.cost >= self.seconds - self._little:
             return None
-        exact = found.bound >= found.cost * (1 - _EQUAL)
+        exact = found.bound >= found.cost - self._little
         return self._change(Other(found.cost, None, space.model.decision(found.states), exact))
 
     def _change(self, other: Other) -> PlanChange:
@@ -163,7 +165,7 @@ class PlanReport:
 
     def _change_to(self, plan: Plan, seconds: float, exact: bool = True) -> PlanChange:
         longer = seconds - self.seconds
-        longer = longer if abs(longer) > _EQUAL * self.seconds else 0.0
+        longer = longer if abs(longer) > self._little else 0.0
         return change_between(self._plan, plan, longer, self.mesh.sizes, exact)
 
     # -- better specs -----------------------------------------------------------------------------
@@ -184,7 +186,7 @@ class PlanReport:
         promised = []
         for node in self._considered():
             found = self._other_spec(node)
-            if found is not None and found[0] > _EQUAL * self.seconds:
+            if found is not None and found[0] > self._little:
                 promised.append((found[0], node, found[1]))
         promised.sort(key=lambda each: -each[0])
         gains = [
@@ -307,7 +309,7 @@ class PlanReport:
 
     def __str__(self) -> str:
         sending = self.seconds - self.computing
-        sending = sending if sending > _EQUAL * self.seconds else 0.0  # or slices alone
+        sending = sending if sending > self._little else 0.0  # or slices alone
         head = [
             f"{duration(self.seconds)} on {self.machine.name}: computes {duration(self.computing)}, "
             f"sends {duration(sending)}",
@@ -342,7 +344,7 @@ class PlanReport:
             least = min(space.best.bound for space in self._spaces)
         except TooWide:
             return text
-        known = "" if least >= self.seconds * (1 - _EQUAL) else f" than {duration(least)}"
+        known = "" if least >= self.seconds - self._little else f" than {duration(least)}"
         return f"{text} at once; of those that differ along one axis, none takes less{known}"
 
     def _moved(self) -> list[str]:
