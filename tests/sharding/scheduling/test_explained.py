@@ -141,7 +141,8 @@ OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 )
 
 
-@pytest.mark.parametrize("seed", range(examples(ci=12, explore=300)))
+# By 25 and 107 plans are forced that are cheaper than all that differ along one axis at a time.
+@pytest.mark.parametrize("seed", [25, 107, *range(examples(ci=12, explore=300))])
 def test_no_plan_that_is_forced_costs_less_than_the_bound(seed: int) -> None:
     drawn = random.Random(seed)
     count = drawn.randint(2, 5)
