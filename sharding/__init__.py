@@ -26,6 +26,7 @@ from torchard.sharding.planning.plan import IdleAxisWarning
 from torchard.sharding.redistribute import place, redistribute
 from torchard.sharding.register_decomposition import register_decomposition
 from torchard.sharding.rule_check import register_rule
+from torchard.sharding.scheduling.explained.report import PlanReport
 from torchard.sharding.scheduling.schedule import Schedule
 from torchard.sharding.shard import shard
 from torchard.sharding.shard_map import shard_map
@@ -59,6 +60,7 @@ __all__ = [
     "PipelineSchedule",
     "PlacementError",
     "PlanMismatch",
+    "PlanReport",
     "RankFailed",
     "ReplicaMismatch",
     "Rowwise",

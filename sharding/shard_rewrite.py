@@ -15,7 +15,7 @@ from torchard.functional.machines.machine import Machine
 from torchard.functional.machines.presets import default
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.program import FREE, Leaf, Pass, Program, Rewrite, Stage
-from torchard.functional.programs.tags import LAYOUT, NAME, VAL
+from torchard.functional.programs.tags import LAYOUT, NAME, PLAN, VAL
 from torchard.functional.programs.unrolled import pattern_pass
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.tags import PRECEDENCE
@@ -41,6 +41,7 @@ from torchard.sharding.planning.plan import warn_of_idle_axes
 from torchard.sharding.planning.updates import after_backward, source_of, updated_inputs
 from torchard.sharding.scheduling.added_sums import add_before_reducing
 from torchard.sharding.scheduling.casts import send_narrowly
+from torchard.sharding.scheduling.explained.report import reporter
 from torchard.sharding.scheduling.gathers import layer_of
 from torchard.sharding.scheduling.improved import improved_plan
 from torchard.sharding.scheduling.partition import unpartition
@@ -166,6 +167,7 @@ class Shard(Rewrite):
         plan, spmd = improved_plan(graph, self._given(program, graph), self.mesh)
         if self.on is None:  # on a given machine a plan repeats products only if that takes less time
             warn_of_idle_axes(plan, self.mesh, program.name, self.warned)
+        PLAN.set(spmd.output_node(), reporter(plan, self.mesh))
         add_before_reducing(spmd)
         send_narrowly(spmd)
         given = plan.given.inputs.values()

@@ -28,6 +28,7 @@ __all__ = [
     "ORIGIN",
     "PEERS",
     "PHASE",
+    "PLAN",
     "RECOMPUTE",
     "RESIDUAL",
     "RUNNING",
@@ -261,6 +262,13 @@ TASK: Tag[str] = declare(
     written_by="pipelining/tasks",
     read_by="compiling/regions, programs/labels, reports/clock, reports/time",
     follows="place",
+)
+PLAN: Tag[Callable[[Any], Any]] = declare(
+    "plan",
+    "on the output of a program on a mesh: makes the report of its plan from the program",
+    written_by="shard_rewrite",
+    read_by="reports/lowered",
+    follows="call",
 )
 SCHEDULE: Tag[Callable[[Any], Any]] = declare(
     "schedule",

@@ -15,7 +15,7 @@ from torchard.functional.execution.sequencing import RankList
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.program import Bound, Program
 from torchard.functional.programs.records import Work
-from torchard.functional.programs.tags import SCHEDULE
+from torchard.functional.programs.tags import PLAN, SCHEDULE
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.remat.liveness import lists_of, peak_of
 from torchard.functional.reports.draw import draw
@@ -100,6 +100,22 @@ class Lowered(Program):
     def _lists(self) -> list[RankList]:
         """What each rank runs, for any number of machines."""
         return lists_of(self)
+
+    @cached_property
+    def plan(self) -> Any:
+        """Of a program on a mesh: what its plan costs, what each other one costs at least, and why.
+
+        A `PlanReport`.
+
+        Raises:
+            ValueError: the program runs on no mesh, or its ranks compute on local values.
+        """
+        if not PLAN.on(self.output):
+            raise ValueError(
+                f"{self.name} has no plan, since it runs on no mesh; lower a function that "
+                "torchard.shard returned."
+            )
+        return PLAN.of(self.output)(self)
 
     @property
     def schedule(self) -> Any:

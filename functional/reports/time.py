@@ -21,7 +21,7 @@ from torchard.functional.programs.tags import COLLECTIVE, SCOPE, SOURCE, TASK, V
 from torchard.functional.reports.clock import COMPUTE, Interval, RankTimeline, timelines
 from torchard.functional.reports.work import work_of
 
-__all__ = ["Exposed", "Time", "check_links", "time_of"]
+__all__ = ["Exposed", "Time", "check_links", "duration", "time_of"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Exposed(Record):
             ("exposed", "sent", "times", "collective", "source", "scope", "rank")
         ]
         rows += [
-            (_text(r.seconds), _text(r.sent), str(r.times), str(r.record), r.source, r.scope, str(r.rank))
+            (
+                *map(duration, (r.seconds, r.sent)),
+                *map(str, (r.times, r.record, r.source, r.scope, r.rank)),
+            )
             for r in records
         ]
         if not any(r.rank for r in records):
@@ -60,7 +63,7 @@ class Exposed(Record):
         return "\n".join([lines[0], "  ".join("-" * n for n in widths), *lines[1:]])
 
     def __str__(self) -> str:
-        return f"{_text(self.seconds)} of {self.record} at {self.source}"
+        return f"{duration(self.seconds)} of {self.record} at {self.source}"
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,11 @@ class Time:
         return out
 
     def __str__(self) -> str:
-        head = f"{_text(self.seconds)} on {self.machine.name}: computes {_text(self.computing)}"
+        head = f"{duration(self.seconds)} on {self.machine.name}: computes {duration(self.computing)}"
         if len(self.timelines) > 1:
             head += f" on the busiest of {len(self.timelines)} stages, bubble {self.bubble:.0%}"
         else:
-            head += f", waits {_text(sum(each.seconds for each in self.exposed))}"
+            head += f", waits {duration(sum(each.seconds for each in self.exposed))}"
         head += f"; {self.share:.1%} of its FLOPs"
         return f"{head}\n\n{self.exposed}" if self.exposed else head
 
@@ -218,7 +221,8 @@ def _name(node: fx.Node) -> str:
     return str(COLLECTIVE.of(node)) if COLLECTIVE.on(node) else op_name(node)
 
 
-def _text(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as text, in a unit that suits them."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

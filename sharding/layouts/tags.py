@@ -14,6 +14,7 @@ __all__ = [
     "GATHERED",
     "LOWERED",
     "MICROBATCH",
+    "MOVED",
     "OVER",
     "PART_OF",
     "PRECEDENCE",
@@ -50,7 +51,7 @@ SOFT: Tag[bool] = declare(
     "soft",
     "whether a constraint is only the spec of an input, and has that input's precedence",
     written_by="planning/constraints",
-    read_by="planning/constraints",
+    read_by="planning/constraints, scheduling/explained/report",
     follows="call",
 )
 PRECEDENCE: Tag[int] = declare(
@@ -71,6 +72,13 @@ GATHERED: Tag[bool] = declare(
     "whether the operation has no rule that fits its operands, which are gathered",
     written_by="microbatches/spread, scheduling/partition",
     read_by="lowering/lower",
+    follows="call",
+)
+MOVED: Tag[str] = declare(
+    "moved",
+    "of a reshard step, the name that the value that it moves has in the plan",
+    written_by="scheduling/partition",
+    read_by="scheduling/explained/named",
     follows="call",
 )
 LOWERED: Tag[Any] = declare(
@@ -105,7 +113,7 @@ BUCKET: Tag[Any] = declare(
     "bucket",
     "the bucket of reshard steps that are sent as one collective",
     written_by="scheduling/bucket",
-    read_by="lowering/lower, scheduling/casts, scheduling/gathers, "
+    read_by="lowering/lower, scheduling/casts, scheduling/explained/named, scheduling/gathers, "
     "scheduling/near_gathers, scheduling/scatters",
 )
 AFTER: Tag[Any] = declare(

@@ -57,7 +57,7 @@ class IdleAxisWarning(UserWarning):
     >>> print(caught[0].message)
     f: axis 'tp' splits 0.0% of the products, although an input or a constraint is split over it:
     its 4 ranks compute the same products. Split a batch, or the operands of the products, over
-    it; .lower(...).work and .collectives show where the split is lost.
+    it; .lower(...).plan shows what each value costs in its layout, .collectives what is sent.
     """
 
 
@@ -206,8 +206,8 @@ def warn_of_idle_axes(plan: Plan, mesh: Mesh, name: str, already: set[str]) -> N
             warnings.warn(
                 f"{name}: axis {axis!r} splits {part:.1%} of the products, although an input or a "
                 f"constraint is split over it: its {mesh.shape[axis]} ranks compute the same products. "
-                "Split a batch, or the operands of the products, over it; .lower(...).work and "
-                ".collectives show where the split is lost.",
+                "Split a batch, or the operands of the products, over it; .lower(...).plan shows what "
+                "each value costs in its layout, .collectives what is sent.",
                 IdleAxisWarning,
                 stacklevel=2,
             )

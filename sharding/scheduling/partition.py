@@ -18,7 +18,7 @@ from torchard.functional.programs.tags import LAYOUT, LOOP, STEP, VAL
 from torchard.functional.torch_internals import ProgramGraph
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.reshard import cost, plan
-from torchard.sharding.layouts.tags import CALL, GATHERED, RULE
+from torchard.sharding.layouts.tags import CALL, GATHERED, MOVED, RULE
 from torchard.sharding.planning.aliases import is_alias, pull
 from torchard.sharding.planning.decision import Given, LayoutDecision
 from torchard.sharding.rules import Call
@@ -154,6 +154,7 @@ class _Partition:
         value = self.versions[node][have]
         for step in plan(have, want, self.sizes):
             value = emit_step(self.new, value, step, user, self.sizes)
+            MOVED.set(value, node.name)
             _put_in_loop(value, user)
         self.versions[node][want] = value
         return value

@@ -10,6 +10,7 @@ difference between solution and bound, among which the minimum is (reduced-cost 
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from torchard.sharding.planning.minimum.elimination import (
     order,
 )
 
-__all__ = ["Bounded", "SweepBudget", "restricted", "solved"]
+__all__ = ["Bounded", "SweepBudget", "proved", "restricted", "solved"]
 
 _SWEEPS, _STALLS = 60, 1e-4
 _FEW = 20  # sweeps: after fewer, a bound says little
@@ -77,6 +78,33 @@ def _near(problem: Terms, budget: SweepBudget) -> Bounded:
     except TooWide:
         return near._replace(bound=dual.bound)
     return Bounded(cost, states, cost)
+
+
+def proved(problem: Terms, near: Bounded, budget: SweepBudget) -> Bounded:
+    """The minimum, or else the best solution known, with a bound that is raised as long as it rises.
+
+    Args:
+        near: a solution, whose bound is not read.
+
+    Raises:
+        TooWide: so little of the budget is left that there is no bound.
+    """
+    try:
+        cost, states = minimum(problem)
+        return Bounded(cost, states, cost)
+    except TooWide:
+        dual, before = _Dual(problem, budget), -np.inf
+    while dual.bound > before:
+        with contextlib.suppress(TooWide):
+            beams = (dual.cheapest(count) for count in _BEAMS)
+            near = min(near, _within(problem, *beams), key=lambda found: found.cost)
+        with contextlib.suppress(TooWide):
+            cost, states = restricted(problem, dual.within(near))
+            return Bounded(cost, states, cost)
+        before = dual.bound
+        with contextlib.suppress(TooWide):
+            dual.ascend(budget, stalls=0.0)
+    return near._replace(bound=dual.bound)
 
 
 def _within(problem: Terms, *beams: list[list[int]]) -> Bounded:
@@ -135,9 +163,10 @@ class _Dual:
         self.pairs = list(pairs.items())
         self.handed = [(np.zeros(len(t)), np.zeros(t.shape[1])) for _, t in self.pairs]
         self.bound = -np.inf
-        self._ascend(budget)
+        self.ascend(budget)
 
-    def _ascend(self, budget: SweepBudget) -> None:
+    def ascend(self, budget: SweepBudget, stalls: float = _STALLS) -> None:
+        """Raise the bound by some sweeps, as long as it rises by more than a part of itself."""
         each = list(range(len(self.pairs)))
         sweeps = min(_SWEEPS, budget.left // max(len(each), 1))
         if sweeps < _FEW:
@@ -149,7 +178,7 @@ class _Dual:
             each.reverse()
             bound, before = self._bound(), self.bound
             self.bound = max(bound, before)
-            if bound - before <= _STALLS * abs(bound):
+            if bound - before <= stalls * abs(bound):
                 break
 
     def _hand(self, i: int) -> None:

@@ -1,8 +1,9 @@
-"""What each operation and each value may do along one mesh axis, while the others are used as before."""
+"""What each operation and each value may do along some mesh axes, while the others are used as before."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -28,7 +29,7 @@ Passed = tuple[tuple[str, frozenset[int]], ...]
 
 
 class Choices:
-    """The options of each operation and the layouts of each value, along one axis.
+    """The options of each operation and the layouts of each value, along one axis or several.
 
     Raises:
         TooWide: there are too many of them.
@@ -45,11 +46,12 @@ class Choices:
         graph: fx.Graph,
         given: Given,
         sizes: Sizes,
-        axis: str,
+        axes: tuple[str, ...],
         now: LayoutDecision,
         alternatives: Alternatives,
+        most: int = _MOST,
     ) -> None:
-        self.sizes, self.axis, self.now = sizes, axis, now
+        self.sizes, self.axes, self.now, self.most = sizes, axes, now, most
         self.value, self._versions = alternatives.value, alternatives.versions
         self.options: dict[fx.Node, tuple[Option, ...]] = {}
         self.layouts: dict[fx.Node, dict[Layout, None]] = defaultdict(dict)
@@ -71,11 +73,11 @@ class Choices:
             found = self._carried(node, call)
         else:
             found = _options(
-                rule_of(call), self.now.option[node], self._cuts(node, call), self.axis, self.sizes
+                rule_of(call), self.now.option[node], self._cuts(node, call), self.axes, self.sizes
             )
         if self.options.get(node) == found:
             return
-        if len(found) > _MOST:
+        if len(found) > self.most:
             raise TooWide
         self.options[node] = found
         ins, outs = columns(found)
@@ -171,7 +173,11 @@ def columns(options: tuple[Option, ...]) -> tuple[Columns, Columns]:
 
 @functools.lru_cache(maxsize=16384)
 def _options(
-    rule: Rule, option: Option, cuts: tuple[tuple[int, Layout], ...], axis: str, sizes: Sizes
+    rule: Rule,
+    option: Option,
+    cuts: tuple[tuple[int, Layout], ...],
+    axes: tuple[str, ...],
+    sizes: Sizes,
 ) -> tuple[Option, ...]:
     """The options that use all other axes as one does; that one first."""
     whole = [Layout.replicated(layout.shape) for layout in option.ins]
@@ -180,9 +186,10 @@ def _options(
         ins = whole if k < 0 else [*whole[:k], layout, *whole[k + 1 :]]
         rules[atomic(rule, ins, [layout] if k < 0 else [], sizes)] = None
     found = {(option.ins, option.outs): option}
-    for cut in rules:
-        for other in _along(cut, option, axis, sizes):
-            found.setdefault((other.ins, other.outs), other)
+    for axis in axes:
+        for one, cut in itertools.product([*found.values()], rules):
+            for other in _along(cut, one, axis, sizes):
+                found.setdefault((other.ins, other.outs), other)
     return tuple(found.values())
 
 

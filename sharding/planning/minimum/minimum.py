@@ -93,7 +93,7 @@ class Energy:
     def along(self, axis: str, now: LayoutDecision) -> LayoutDecision | None:
         """The cheapest decision that differs along one axis only; None if that is none."""
         try:
-            choices = Choices(self.graph, self.given, self.sizes, axis, now, self.alternatives)
+            choices = Choices(self.graph, self.given, self.sizes, (axis,), now, self.alternatives)
             model = EnergyModel(self, choices)
             found = solved(model.problem, self.budget)
         except TooWide:
@@ -128,7 +128,7 @@ class Energy:
 
 
 class EnergyModel:
-    """The problem of one program along one axis."""
+    """The problem of one program along some axes."""
 
     def __init__(self, energy: Energy, choices: Choices) -> None:
         self.energy, self.choices = energy, choices

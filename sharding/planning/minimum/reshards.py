@@ -31,8 +31,8 @@ class Reshards:
         TooWide: too many are asked for.
     """
 
-    def __init__(self, sizes: Sizes, machine: Machine) -> None:
-        self.sizes, self.machine = sizes, machine
+    def __init__(self, sizes: Sizes, machine: Machine, most: int = _MOST) -> None:
+        self.sizes, self.machine, self.most = sizes, machine, most
         self._known: dict[tuple[Layout, Layout], _Seconds] = {}
         self._tables: dict[object, Table] = {}
 
@@ -44,7 +44,7 @@ class Reshards:
     def _each(self, have: Layout, want: Layout) -> _Seconds:
         known = self._known.get((have, want))
         if known is None:
-            if len(self._known) >= _MOST:
+            if len(self._known) >= self.most:
                 raise TooWide
             known = self._known[have, want] = self._searched(have, want)
         return known

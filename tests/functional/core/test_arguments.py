@@ -95,6 +95,7 @@ PLACED = place(X, MESH, P("a"))
 KERNEL = ta.Kernel("twice", (double,))
 KEY = ta.random.key(0)
 SAVED = saved()
+PLANNED = ta.shard(double, MESH, P("a")).lower(X)
 CASES: dict[str, Case] = {
     "Link": Case(ta.Link, bandwidth=1e9, latency=1e-4),
     "Machine": Case(
@@ -114,6 +115,7 @@ CASES: dict[str, Case] = {
     "Rowwise": Case(
         ta.Rowwise, input_layouts=None, output_layouts=1, unit=1, heads=None, transposed=True
     ),
+    "PlanReport.why": Case(PLANNED.plan.why, what="args[0]"),
     "Pattern": Case(ta.Pattern, fn=double, dims=None, name=None, weights=()),
     "Kernel": Case(ta.Kernel, name="k", references=(double,), dims=None, vjp="reference", tolerance=2.0),
     "repeat": Case(

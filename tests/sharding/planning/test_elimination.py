@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchard.sharding.planning.minimum import bounds, elimination
-from torchard.sharding.planning.minimum.bounds import Bounded, SweepBudget, solved
+from torchard.sharding.planning.minimum.bounds import Bounded, SweepBudget, proved, solved
 from torchard.sharding.planning.minimum.elimination import Terms, TooWide, minimum
 
 COSTS = st.one_of(st.integers(0, 9).map(float), st.just(float("inf")))
@@ -135,6 +135,28 @@ def test_variables_of_one_state_widen_no_table(monkeypatch: pytest.MonkeyPatch) 
     for u, v in itertools.combinations(alone, 2):
         problem.add((u, v), np.ones((1, 1)))
     assert minimum(problem) == (70 + 70 + 70 * 69 / 2, [0] * 70 + [1] * 70)
+
+
+def test_a_known_solution_is_proved_or_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound rises until what may be cheaper is narrow enough to eliminate, or no longer."""
+    monkeypatch.setattr(bounds, "_BEAMS", (2, 1))
+    monkeypatch.setattr(elimination, "_LARGEST", 3**5)
+    exact = 0
+    for problem in map(dense, range(24)):
+        least, known = best(problem), Bounded(problem.cost([0] * 6), [0] * 6, 0.0)
+        cost, states, bound = proved(problem, known, SweepBudget())
+        assert cost == problem.cost(states) <= known.cost and bound - 1e-9 <= least <= cost
+        exact += bound == cost == least
+    assert 5 < exact < 24
+    pairs = 15
+    with pytest.raises(TooWide):
+        proved(dense(0), known, SweepBudget(bounds._FEW * pairs - 1))
+    known = Bounded(dense(1).cost([0] * 6), [0] * 6, 0.0)
+    few, sweeps, many = (
+        proved(dense(1), known, SweepBudget(count * pairs)).bound
+        for count in (bounds._FEW, bounds._SWEEPS, 1000)
+    )
+    assert few < sweeps < many < best(dense(1))
 
 
 def test_states_within_a_bound_contain_the_minimum() -> None:

@@ -1,0 +1,370 @@
+"""Plans that explain themselves: closed forms of their seconds, bounds, and what others would change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from effort import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchard import (
+    Link,
+    Machine,
+    Mesh,
+    P,
+    PlanReport,
+    ShapeDtype,
+    accumulate,
+    constrain,
+    jit,
+    name,
+    pipeline,
+    psum,
+    repeat,
+    shard,
+    shard_map,
+    trace,
+)
+from torchard.functional.machines.presets import PLANNING
+from torchard.sharding.scheduling.explained import model
+
+ENDLESS = float("inf")
+COMPUTES_AT_ONCE = Machine("computes at once", {"float32": ENDLESS}, ENDLESS, link=Link(1e9))
+TP, BOTH = Mesh({"tp": 4}, virtual=True), Mesh({"dp": 2, "tp": 2}, virtual=True)
+SIDES = st.sampled_from([8, 16, 32, 64, 128, 256])
+MEGATRON: Any = {"in_specs": (P(), P(None, "tp"), P("tp")), "out_specs": P()}
+
+
+def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return torch.relu(x @ up) @ down
+
+
+def shapes(m: int, k: int, h: int, p: int) -> tuple[ShapeDtype, ...]:
+    return ShapeDtype((m, k)), ShapeDtype((k, h)), ShapeDtype((h, p))
+
+
+def sent(lowered: Any) -> int:
+    return sum(each.bytes * each.times for each in lowered.collectives)
+
+
+# -- closed forms ----------------------------------------------------------------------------------
+
+
+@given(SIDES, SIDES, SIDES, SIDES)
+def test_a_megatron_mlp(m: int, k: int, h: int, p: int) -> None:
+    """Its sum, and what it would cost to gather operands of the second product instead."""
+    lowered = shard(mlp, TP, machine=COMPUTES_AT_ONCE, **MEGATRON).lower(*shapes(m, k, h, p))
+    plan, byte = lowered.plan, 4 * 3 / 4 / 1e9  # seconds of an element that four ranks have parts of
+    without = (
+        m * h + h * p,  # both operands are gathered
+        k * h + h * p,
+        m * h / 4 + h * p + m * p,  # one is, and the split of the other moved, which the result has
+        m * h + h * p / 4 + m * p,
+        k * h + h * p / 4 + m * p,
+    )
+    summed = 2 * m * p
+    assert plan.seconds == pytest.approx(byte * min(summed, *without), rel=1e-4)
+    assert plan.bound == pytest.approx(plan.seconds) and plan.gap == 0.0
+    if summed < min(without):
+        (reason,) = plan.why(lowered.collectives[0])
+        assert reason.change.seconds == pytest.approx(byte * (min(without) - summed), rel=1e-3)
+        assert reason.change.bytes == 3 * (min(without) - summed)
+        assert [each.kind for each in reason.change.less] == ["all_reduce"]
+    (result,) = plan.why("out")
+    assert result.spec == P(None, None) != result.other
+
+
+def test_what_is_moved_as_a_view_is_moved_otherwise() -> None:
+    """Not another view of it: the product is computed where the parameter is, and gathered."""
+    run = shard(lambda x, w: x @ w.T, TP, (P(), P("tp")), P(), machine=COMPUTES_AT_ONCE)
+    lowered = run.lower(ShapeDtype((512, 32)), ShapeDtype((64, 32)))
+    (reason,) = lowered.plan.why(lowered.collectives[0])
+    assert sent(lowered) == 3 * 64 * 32 and reason.layout == "moves args[1]"
+    assert reason.change.bytes == 3 * (512 * 64 - 64 * 32)
+
+
+def test_what_several_operations_read_is_moved_once() -> None:
+    lowered = shard(lambda x: (x.cumsum(0), x.cumprod(0)), TP, P("tp"), P()).lower(ShapeDtype((8, 8)))
+    assert sent(lowered) == 3 * 8 * 8 and len(lowered.collectives) == 1
+    assert lowered.plan.seconds - lowered.plan.computing == pytest.approx(4e-6 + 192e-9)
+
+
+def test_computing_is_that_of_the_busiest_rank() -> None:
+    """32 of 125 columns; the time to read is less than that to compute."""
+    machine = Machine("m", {"float32": 1e9}, ENDLESS, link=Link(1e9, latency=1e-3))
+    run = shard(torch.mm, TP, (P(), P(None, "tp")), P(None, "tp"), machine=machine)
+    plan = run.lower(ShapeDtype((16, 8)), ShapeDtype((8, 125))).plan
+    assert plan.computing == pytest.approx(2 * 16 * 8 * 32 / 1e9)
+    assert plan.seconds == pytest.approx(plan.computing) and "sends 0 µs" in str(plan)
+
+
+def test_uneven_shards_are_sent_padded() -> None:
+    machine = Machine("m", {"float32": ENDLESS}, ENDLESS, link=Link(1e6, latency=1.0))
+    run = shard(torch.relu, TP, P("tp"), P(), machine=machine)
+    lowered = run.lower(ShapeDtype((10, 7)))
+    assert sent(lowered) == 3 * 3 * 7 * 4
+    assert lowered.plan.seconds == pytest.approx(1 + sent(lowered) / 1e6)
+
+
+def test_a_loop_counts_each_iteration() -> None:
+    def layers(ws: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+        return repeat(lambda w, x: torch.relu(x @ w[0]) @ w[1], ws, x)
+
+    ws = ShapeDtype((7, 16, 64)), ShapeDtype((7, 64, 16))
+    columns, rows = P(None, None, "tp"), P(None, "tp")
+    run = shard(layers, TP, ((columns, rows), P()), P(), machine=COMPUTES_AT_ONCE)
+    lowered = run.lower(ws, ShapeDtype((8, 16)))
+    each = 2 * 8 * 16 * 4 * 3 / 4
+    assert lowered.plan.seconds == pytest.approx(7 * each / 1e9, rel=1e-4)
+    (reason,) = lowered.plan.why(lowered.collectives[3])
+    assert sent(lowered) == 7 * each and [each.times for each in reason.change.less] == [7]
+    assert "all_reduce(tp) [8, 16] float32 × 7" in str(reason)
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+SPECS = (P(), P("tp"), P(None, "tp"), P("dp"), P(None, "dp"), P("dp", "tp"), P("tp", "dp"))
+# None that may come apart, by which programs have other operations.
+OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    torch.mm,
+    torch.add,
+    lambda x, y: torch.relu(x),
+    lambda x, y: x.T,
+    lambda x, y: x * y.sum(0),
+    lambda x, y: x - x.sum(0, keepdim=True) / 8,
+)
+
+
+# By 25 and 107 plans are forced that are cheaper than all that differ along one axis at a time.
+@pytest.mark.parametrize("seed", [25, 107, *range(examples(ci=12, explore=300))])
+def test_no_plan_that_is_forced_costs_less_than_the_bound(seed: int) -> None:
+    drawn = random.Random(seed)
+    count = drawn.randint(2, 5)
+    steps = [
+        (drawn.choice(OPERATIONS), drawn.randrange(3 + i), drawn.randrange(3 + i)) for i in range(count)
+    ]
+    ins = (P("dp", "tp"), drawn.choice(SPECS), drawn.choice(SPECS))
+    outs = (drawn.choice(SPECS), drawn.choice(SPECS))
+
+    def report(forced: dict[int, P], machine: Machine | None) -> PlanReport:
+        def fn(*args: Tensor) -> tuple[Tensor, Tensor]:
+            values = [*args]
+            for i, (operation, a, b) in enumerate(steps):
+                value = operation(values[a], values[b])
+                values.append(constrain(value, forced[i]) if i in forced else value)
+            return values[-1], values[-2]
+
+        run = shard(fn, BOTH, in_specs=ins, out_specs=outs, machine=machine)
+        found = run.lower(*[ShapeDtype((8, 8))] * 3).plan
+        assert isinstance(found, PlanReport)
+        return found
+
+    free = report({}, COMPUTES_AT_ONCE)
+    assert free.bound is not None and free.gap is not None
+    assert free.bound <= free.seconds and 0 <= free.gap <= 1
+    for _ in range(8):
+        forced = {i: drawn.choice(SPECS) for i in range(count) if drawn.random() < 0.6}
+        plan = report(forced, COMPUTES_AT_ONCE)
+        assert free.bound <= plan.seconds + 1e-11, forced
+
+
+def test_a_better_plan_is_named() -> None:
+    """By rules parameters are gathered along the axis of a batch; to gather so few rows sends less."""
+    args, columns = (ShapeDtype((512, 512)), ShapeDtype((8, 512))), P(None, "tp")
+    gradient = torch.func.grad(lambda w, x: (x @ w).square().sum())
+    by_rules, minimized = (
+        shard(gradient, TP, (columns, P("tp")), columns, machine=machine).lower(*args).plan
+        for machine in (None, PLANNING)
+    )
+    assert by_rules.machine is minimized.machine is PLANNING
+    assert (by_rules.minimized, minimized.minimized) == (False, True)
+    assert minimized.gap == 0.0 and minimized.better is None
+    assert by_rules.bound == pytest.approx(minimized.seconds)
+    assert by_rules.better.seconds == pytest.approx(minimized.seconds - by_rules.seconds)
+    assert by_rules.gap == pytest.approx(1 - minimized.seconds / by_rules.seconds)
+    assert "by rules: no machine= was given to shard" in str(by_rules)
+    assert "another plan takes" in str(by_rules) and "no plan of these" in str(minimized)
+
+
+
+
+def test_where_other_plans_are_too_many_there_is_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "_RESHARDS", 3)
+    plan = shard(mlp, TP, **MEGATRON).lower(*shapes(8, 8, 8, 8)).plan
+    assert plan.bound is plan.gap is plan.better is None
+    assert "no bound: too many plans along tp\n" in str(plan) and "other specs are too many" in str(plan)
+    with pytest.raises(ValueError, match="mlp has so many operations"):
+        plan.why("args[0]")
+
+
+@pytest.mark.parametrize(
+    ("machine", "least"), [(PLANNING, "none takes less\n"), (None, "none takes less than ")]
+)
+def test_where_plans_along_all_axes_are_too_many_those_along_each_are_told(
+    machine: Machine | None, least: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "_OPTIONS", 12)
+    mesh, columns = Mesh({"dp": 2, "tp": 2}, virtual=True), P("tp", "dp")
+    gradient = torch.func.grad(lambda w, x: (x @ w).square().sum())
+    run = shard(gradient, mesh, (columns, P("dp")), columns, machine=machine)
+    plan = run.lower(ShapeDtype((512, 512)), ShapeDtype((8, 512))).plan
+    assert plan.bound is None
+    assert f"along dp and tp at once; of those that differ along one axis, {least}" in str(plan)
+
+
+# -- why -------------------------------------------------------------------------------------------
+
+
+def tensor_parallel(params: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    up, down = params
+    hidden = name(torch.relu(x @ up), "hidden")
+    return (hidden @ down).square().sum()
+
+
+def gradients(up: P, machine: Machine | None = None, out: P | None = None) -> Any:
+    specs = (up, P("tp")), P()
+    run = shard(torch.func.grad(tensor_parallel), TP, specs, (out or up, P("tp")), machine=machine)
+    return run.lower((ShapeDtype((64, 128)), ShapeDtype((128, 64))), ShapeDtype((16, 64)))
+
+
+def test_the_input_whose_spec_should_be_another_is_named_first() -> None:
+    wrong, right = gradients(P("tp")), gradients(P(None, "tp"))
+    (gain, *others) = wrong.plan.specs
+    assert (gain.path, gain.spec, gain.other) == ("args[0][0]", P("tp", None), P(None, "tp"))
+    assert gain.change.bytes == sent(right) - sent(wrong) < 0
+    assert gain.change.seconds == pytest.approx(right.plan.seconds - wrong.plan.seconds)
+    assert all(gain.change.seconds <= other.change.seconds < 0 for other in others)
+    promised, _ = wrong.plan._other_spec(next(iter(wrong.plan._specified)))
+    assert promised == pytest.approx(-gain.change.seconds, rel=1e-5)
+    (reason,) = wrong.plan.why("args[0][0]")
+    assert (reason.fixed, reason.other) == ("its spec", P(None, "tp"))
+    assert reason.change.bytes == gain.change.bytes
+    text = "args[0][0] f32[64, 128] is P('tp', None), which its spec fixes\nas P(None, 'tp'): -"
+    assert str(reason).startswith(text)
+    assert "args[0][0]" not in [gain.path for gain in right.plan.specs]
+    assert right.plan.why("args[0][0]")[0].change.seconds > 0
+
+
+def test_outputs_of_another_spec_stay_when_that_of_an_input_is_changed() -> None:
+    tied, free = gradients(P("tp")), gradients(P("tp"), out=P())
+    (with_gradient, *_), (alone, *_) = tied.plan.specs, free.plan.specs
+    assert alone.change.bytes == sent(gradients(P(None, "tp"), out=P())) - sent(free)
+    assert alone.change.bytes != with_gradient.change.bytes
+
+
+def test_values_are_named_by_path_label_line_or_collective() -> None:
+    lowered = gradients(P(None, "tp"))
+    plan = lowered.plan
+    (hidden,) = plan.why("hidden")
+    assert (hidden.layout, hidden.spec) == ("P(None, 'tp')", P(None, "tp"))
+    assert hidden.change.seconds > 0 and hidden.other != hidden.spec
+    line = next(each.source for each in lowered.collectives)
+    by_line = plan.why(line.partition(" in ")[0])
+    assert len(by_line) > 1 and str(by_line) == str(plan.why(line))
+    assert plan.why("out[0]")[0].what.startswith("mm at")
+    for record in lowered.collectives:
+        (reason,) = plan.why(record)
+        assert str(record) in str(reason) and reason.spec is None
+
+
+def test_what_specs_fix_at_both_ends_is_in_each_plan() -> None:
+    lowered = shard(lambda x: x + 0, TP, P("tp"), P(None, "tp"), machine=COMPUTES_AT_ONCE).lower(
+        ShapeDtype((8, 8))
+    )
+    (reason,) = lowered.plan.why(lowered.collectives[0])
+    assert str(reason).endswith("without it: as much is sent for another operation")
+
+    def square(x: Tensor) -> Tensor:
+        return constrain(x, P(None, "tp"))
+
+    lowered = shard(square, TP, P("tp"), P(None, "tp")).lower(ShapeDtype((8, 8)))
+    (reason,) = lowered.plan.why(lowered.collectives[0])
+    assert reason.change is None and "each plan moves it so" in str(reason)
+
+
+def test_members_of_a_merged_collective_are_all_moved() -> None:
+    run = shard(torch.func.grad(tensor_parallel), Mesh({"dp": 2}, virtual=True), (P(), P("dp")), P())
+    lowered = run.lower((ShapeDtype((64, 128)), ShapeDtype((128, 64))), ShapeDtype((4096, 64)))
+    ((merged),) = lowered.collectives
+    (reason,) = lowered.plan.why(merged)
+    assert merged.note == "2 merged" and reason.layout.count("mm at") == 2 - reason.layout.count("t at")
+
+
+def test_why_is_told_what_there_is() -> None:
+    plan = gradients(P(None, "tp")).plan
+    with pytest.raises(ValueError, match=r"what is 'hiden', which is no input, output, .*'hidden'"):
+        plan.why("hiden")
+    (foreign,) = shard(torch.relu, TP, P("tp"), P()).lower(ShapeDtype((6, 2))).collectives
+    with pytest.raises(ValueError, match="no collective that the plan of tensor_parallel chose"):
+        plan.why(foreign)
+
+
+def test_a_constraint_is_what_fixes_a_layout() -> None:
+    """To compute the product split as its operands are would send nothing."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return constrain(x @ w, P(None, "tp")).relu()
+
+    lowered = shard(fn, TP, (P("tp"), P()), P("tp")).lower(ShapeDtype((64, 64)), ShapeDtype((64, 64)))
+    line = lowered.collectives[-1].source
+    (fixed,) = [each for each in lowered.plan.why(line) if each.fixed]
+    assert (fixed.fixed, fixed.spec, fixed.other) == ("constrain", P(None, "tp"), P("tp", None))
+    assert fixed.change.bytes == -sent(lowered)
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def test_programs_without_a_plan_say_so() -> None:
+    with pytest.raises(ValueError, match="relu has no plan, since it runs on no mesh; lower a function"):
+        _ = trace(torch.relu)(torch.ones(3)).plan
+
+    def local(x: Tensor) -> Tensor:
+        return shard_map(lambda x: psum(x, "tp"), TP, P("tp"), P())(x)
+
+    with pytest.raises(ValueError, match=r"local values of a shard_map .*test_explained.py:\d+"):
+        _ = shard(local, TP, P("tp")).lower(ShapeDtype((8,))).plan
+
+
+def test_derivatives_compiled_programs_and_microbatches_have_plans() -> None:
+    args = shapes(32, 16, 64, 16)
+    run = shard(mlp, TP, **MEGATRON)
+    joint = run.lower_joint(*args)
+    assert joint.plan.seconds > run.lower(*args).plan.seconds
+    assert str(jit(run, backend="eager").lower(*args).plan) == str(run.lower(*args).plan)
+    sliced = accumulate(lambda x, up, down: mlp(x, up, down).mean(), 2, batch=(0, None, None))
+    assert shard(sliced, TP, MEGATRON["in_specs"]).lower(*args).plan.gap is not None
+
+
+def test_a_pipeline_is_planned_without_its_stages() -> None:
+    def layers(ws: list[Tensor], x: Tensor) -> Tensor:
+        for w in ws:
+            x = torch.relu(x @ w)
+        return x.sum()
+
+    run = pipeline(torch.func.grad(layers), Mesh({"pp": 2, "tp": 2}, virtual=True), "pp", microbatches=2,
+                   batch=(None, 0))  # fmt: skip
+    lowered = run.lower([ShapeDtype((8, 8))] * 4, ShapeDtype((4, 8)))
+    assert "stages compute one after another, and what they send is not counted" in str(lowered.plan)
+    sends = [each for each in lowered.collectives if each.kind == "send"]
+    with pytest.raises(ValueError, match="between stages"):
+        lowered.plan.why(sends[0])
+
+
+def test_a_plan_that_is_lowered_again_is_explained_alike() -> None:
+    first, second = (gradients(P("tp")).plan for _ in range(2))
+    assert str(first) == str(second)
+    assert str(first.why("hidden")) == str(second.why("hidden"))
+
+
+def test_axes_that_split_nothing_are_named() -> None:
+    plan = shard(torch.relu, BOTH, P("tp"), P("tp")).lower(ShapeDtype((8, 8))).plan
+    assert plan.idle == ("dp",) and "nothing that is given is split over dp" in str(plan)
+    whole = shard(torch.relu, BOTH, P(), P()).lower(ShapeDtype((8, 8))).plan
+    assert whole.gap == 0.0 and whole.idle == ("dp", "tp") and not whole.specs
