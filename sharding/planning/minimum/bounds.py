@@ -30,11 +30,12 @@ _SWEEPS, _STALLS = 60, 1e-4
 _FEW = 20  # sweeps: after fewer, a bound says little
 _BEAMS = (8, 5, 3)  # states of each variable
 _NEIGHBOURS = 2  # of a variable that is eliminated exactly: what is left has terms of two variables
+_SMALL = 2500  # entries of a term
 _ROUNDING = 1e-12  # of the sum of all terms
 
 
 class SweepBudget:
-    """The work that bounds of one program may take: how often a term may hand on costs.
+    """The work that bounds of one program may take: how often a small term may hand on costs.
 
     It does so in 10 µs, so by default bounds take at most two seconds, however large a program is.
     """
@@ -80,11 +81,11 @@ def _near(problem: Terms, budget: SweepBudget) -> Bounded:
     return Bounded(cost, states, cost)
 
 
-def proved(problem: Terms, near: Bounded, budget: SweepBudget) -> Bounded:
+def proved(problem: Terms, near: list[int], budget: SweepBudget) -> Bounded:
     """The minimum, or else the best solution known, with a bound that is raised as long as it rises.
 
     Args:
-        near: a solution, whose bound is not read.
+        near: a solution.
 
     Raises:
         TooWide: so little of the budget is left that there is no bound.
@@ -93,7 +94,15 @@ def proved(problem: Terms, near: Bounded, budget: SweepBudget) -> Bounded:
         cost, states = minimum(problem)
         return Bounded(cost, states, cost)
     except TooWide:
-        dual, before = _Dual(problem, budget), -np.inf
+        chains = Elimination(problem, most=_NEIGHBOURS)
+    known = [near[v] for v in chains.left]
+    cost, states, bound = _raised(chains.rest, known, budget)
+    return Bounded(chains.value + cost, chains.states(states), chains.value + bound)
+
+
+def _raised(problem: Terms, known: list[int], budget: SweepBudget) -> Bounded:
+    dual, before = _Dual(problem, budget), -np.inf
+    near = Bounded(problem.cost(known), known, -np.inf)
     while dual.bound > before:
         with contextlib.suppress(TooWide):
             beams = (dual.cheapest(count) for count in _BEAMS)
@@ -168,11 +177,12 @@ class _Dual:
     def ascend(self, budget: SweepBudget, stalls: float = _STALLS) -> None:
         """Raise the bound by some sweeps, as long as it rises by more than a part of itself."""
         each = list(range(len(self.pairs)))
-        sweeps = min(_SWEEPS, budget.left // max(len(each), 1))
+        work = sum(1 + table.size // _SMALL for _, table in self.pairs)
+        sweeps = min(_SWEEPS, budget.left // max(work, 1))
         if sweeps < _FEW:
             raise TooWide
         for _ in range(sweeps):
-            budget.left -= len(each)
+            budget.left -= work
             for i in each:
                 self._hand(i)
             each.reverse()

@@ -19,6 +19,7 @@ merged.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Iterable
 
@@ -40,7 +41,7 @@ from torchard.sharding.planning.minimum.alternatives import (
     source_of,
     values_of,
 )
-from torchard.sharding.planning.minimum.bounds import SweepBudget, restricted, solved
+from torchard.sharding.planning.minimum.bounds import SweepBudget, proved, restricted, solved
 from torchard.sharding.planning.minimum.choices import CARRIES, Choices, columns
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.reshards import Reshards
@@ -51,6 +52,7 @@ __all__ = ["Energy", "EnergyModel", "improved"]
 _SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
 _LITTLE = 1e-9
 _FREE = 1e-11  # seconds of a move that sends nothing
+_OPTIONS = 64  # of an operation along one axis, and layouts of a value
 _TURNS = 4  # times that each axis is tried
 
 
@@ -69,10 +71,12 @@ def improved(
         if not waiting:
             break
         axis = waiting.popleft()
-        better = energy.along(axis, best)
+        better = energy.along((axis,), best)
         if better is not None:
             best = better
             waiting.extend(a for a in axes if a not in waiting and a != axis)
+    for pair in itertools.combinations(axes, 2) if given.on else ():
+        best = energy.along(pair, best) or best
     return best
 
 
@@ -85,20 +89,25 @@ class Energy:
         self.graph, self.given, self.sizes = graph, given, sizes
         self.alternatives = alternatives
         self.machine = given.target
-        self.reshards = Reshards(sizes, self.machine)
+        self.reshards = Reshards(sizes, self.machine, 40_000 if given.on else 4000)
         self._works: dict[object, Table] = {}
         self._tables: dict[object, Table] = {}
         self.budget = SweepBudget()
 
-    def along(self, axis: str, now: LayoutDecision) -> LayoutDecision | None:
-        """The cheapest decision that differs along one axis only; None if that is none."""
+    def along(self, axes: tuple[str, ...], now: LayoutDecision) -> LayoutDecision | None:
+        """The cheapest decision that differs along some axes only; None if that is none."""
+        most = _OPTIONS ** len(axes)
         try:
-            choices = Choices(self.graph, self.given, self.sizes, (axis,), now, self.alternatives)
+            choices = Choices(self.graph, self.given, self.sizes, axes, now, self.alternatives, most)
             model = EnergyModel(self, choices)
-            found = solved(model.problem, self.budget)
+            states = model.states()
+            if len(axes) == 1:
+                found = solved(model.problem, self.budget)
+            else:
+                found = proved(model.problem, states, self.budget)
         except TooWide:
             return None
-        if found.cost >= model.problem.cost(model.states()) * (1 - _LITTLE):
+        if found.cost >= model.problem.cost(states) * (1 - _LITTLE):
             return None
         made = model.decision(found.states)
         if self.alternatives.versions:
@@ -236,7 +245,9 @@ class EnergyModel:
         layouts = self.choices.layouts[value]
         versions = self.alternatives.versions.get(value, (value,))
         single = [(x, x) for x in layouts]
-        if fixed or not self.given.on or sum(len(v.users) for v in versions) < 2:
+        home=self.choices.now.home[value]
+        if (k:=self.choices.now.kept.get(value,home))!=home: single.append((home,k))
+        if fixed or not self.given.on or len(layouts)>12 or sum(len(v.users) for v in versions) < 2:
             return single
         return single + [
             (home, kept)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchard.functional.machines.machine import Machine
 from torchard.sharding.layouts.layout import Layout, Sizes
-from torchard.sharding.layouts.reshard import plan
+from torchard.sharding.layouts.reshard import ReshardStep, plan
 from torchard.sharding.planning.minimum.elimination import Table, TooWide
 
 __all__ = ["Reshards"]
@@ -24,8 +26,22 @@ class _Seconds(NamedTuple):
     per_time: float
 
 
+class _Move(NamedTuple):
+    """A step of a reshard, and the elements of the largest shards before and after it."""
+
+    step: ReshardStep
+    before: int
+    after: int
+
+
+_Pattern = tuple[Any, ...]
+
+
 class Reshards:
     """The costs of reshards on one mesh of one machine.
+
+    Where dims are split evenly, what is sent is a share of the elements, which depends only on the axes
+    that split each dim before and after. So few reshards are searched for.
 
     Raises:
         TooWide: too many are asked for.
@@ -34,6 +50,7 @@ class Reshards:
     def __init__(self, sizes: Sizes, machine: Machine, most: int = _MOST) -> None:
         self.sizes, self.machine, self.most = sizes, machine, most
         self._known: dict[tuple[Layout, Layout], _Seconds] = {}
+        self._evenly: dict[_Pattern, list[_Move]] = {}  # of elements, the ranks that share them
         self._tables: dict[object, Table] = {}
 
     def seconds(self, have: Layout, want: Layout, itemsize: int, times: int) -> float:
@@ -46,21 +63,57 @@ class Reshards:
         if known is None:
             if len(self._known) >= self.most:
                 raise TooWide
-            known = self._known[have, want] = self._searched(have, want)
+            known = self._known[have, want] = self._found(have, want)
         return known
 
-    def _searched(self, have: Layout, want: Layout) -> _Seconds:
+    def _found(self, have: Layout, want: Layout) -> _Seconds:
         if set(want.pending) - set(have.pending) or have.varying != want.varying:
             return _Seconds(float("inf"), 0.0)
-        per_byte = per_time = 0.0
-        for step in plan(have, want, self.sizes):
+        pattern = self._pattern(have, want)
+        if pattern is None:
+            return self._seconds(self._moves(have, want))
+        elements = math.prod(dim[0].size for dim in have.dims)
+        if pattern not in self._evenly:
+            self._evenly[pattern] = [
+                move._replace(before=elements // move.before, after=elements // move.after)
+                for move in self._moves(have, want)
+            ]
+        each = self._evenly[pattern]
+        return self._seconds(
+            m._replace(before=elements // m.before, after=elements // m.after) for m in each
+        )
+
+    def _moves(self, have: Layout, want: Layout) -> list[_Move]:
+        table = dict(self.sizes)
+        return [
+            _Move(step, step.before.largest_local(table), step.after.largest_local(table))
+            for step in plan(have, want, self.sizes)
+        ]
+
+    def _seconds(self, moves: Iterable[_Move]) -> _Seconds:
+        table, per_byte, per_time = dict(self.sizes), 0.0, 0.0
+        for step, before, after in moves:
             if step.collective.sends:
                 link = self.machine.link_of(step.axes, step.kind)
-                per_byte += step.elements(self.sizes) / link.bandwidth
+                ranks = math.prod(table[a] for a in step.axes)
+                per_byte += step.collective.elements(before, after, ranks) / link.bandwidth
                 per_time += link.latency + _FIRST
             else:
                 per_time += _FIRST / 10
         return _Seconds(per_byte, per_time)
+
+    def _pattern(self, have: Layout, want: Layout) -> _Pattern | None:
+        """The axes of each dim before and after, in any order; None if a dim is cut or split unevenly."""
+        dims = []
+        for (before, *inner), (after, *others) in zip(have.dims, want.dims, strict=True):
+            if inner or others or before.size == 0:
+                return None
+            if before.axes or after.axes:
+                axes = {*before.axes, *after.axes}
+                if before.size % math.prod(n for axis, n in self.sizes if axis in axes):
+                    return None
+                dims.append((before.axes, after.axes))
+        return (*sorted(dims), have.pending, want.pending)
 
     def table(
         self, have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, times: int

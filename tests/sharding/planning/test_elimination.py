@@ -143,17 +143,16 @@ def test_a_known_solution_is_proved_or_improved(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(elimination, "_LARGEST", 3**5)
     exact = 0
     for problem in map(dense, range(24)):
-        least, known = best(problem), Bounded(problem.cost([0] * 6), [0] * 6, 0.0)
-        cost, states, bound = proved(problem, known, SweepBudget())
-        assert cost == problem.cost(states) <= known.cost and bound - 1e-9 <= least <= cost
+        least = best(problem)
+        cost, states, bound = proved(problem, [0] * 6, SweepBudget())
+        assert cost == problem.cost(states) <= problem.cost([0] * 6) and bound - 1e-9 <= least <= cost
         exact += bound == cost == least
     assert 5 < exact < 24
     pairs = 15
     with pytest.raises(TooWide):
-        proved(dense(0), known, SweepBudget(bounds._FEW * pairs - 1))
-    known = Bounded(dense(1).cost([0] * 6), [0] * 6, 0.0)
+        proved(dense(0), [0] * 6, SweepBudget(bounds._FEW * pairs - 1))
     few, sweeps, many = (
-        proved(dense(1), known, SweepBudget(count * pairs)).bound
+        proved(dense(1), [0] * 6, SweepBudget(count * pairs)).bound
         for count in (bounds._FEW, bounds._SWEEPS, 1000)
     )
     assert few < sweeps < many < best(dense(1))
