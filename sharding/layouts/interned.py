@@ -19,6 +19,7 @@ class Interned(type):
     Its fields must be hashable. An object lives as long as something else holds it.
 
     >>> from dataclasses import dataclass
+    >>> from torchard.sharding.layouts.interned import Interned
     >>> @dataclass(frozen=True, eq=False)
     ... class Point(metaclass=Interned):
     ...     x: int

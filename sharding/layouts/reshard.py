@@ -26,7 +26,7 @@ from torchard.sharding.layouts.collective_ops import (
 )
 from torchard.sharding.layouts.layout import Dim, Layout, Sizes, Sub, refine
 
-__all__ = ["ReshardStep", "cost", "plan"]
+__all__ = ["ReshardStep", "common", "cost", "plan"]
 
 _LATENCY = 1e-3  # the fixed cost of a collective, in elements: breaks ties in favour of fewer collectives
 
@@ -72,7 +72,7 @@ def plan(before: Layout, after: Layout, sizes: Sizes) -> tuple[ReshardStep, ...]
         raise ValueError(f"cannot make {before} pending over {sorted(extra)}")
     if after.varying != before.varying:
         raise ValueError(f"cannot reshard {before} to {after}: a varying value is not reduced implicitly")
-    cut = _common(before, after, sizes)
+    cut = common(before, after, sizes)
     if cut is None:
         middle = _release(before, after, sizes)
         return plan(before, middle, sizes) + plan(middle, after, sizes)
@@ -86,7 +86,7 @@ def cost(before: Layout, after: Layout, sizes: Sizes) -> float:
     return sum(s.elements(sizes) + _LATENCY * s.collective.sends for s in steps)
 
 
-def _common(before: Layout, after: Layout, sizes: Sizes) -> tuple[Layout, Layout] | None:
+def common(before: Layout, after: Layout, sizes: Sizes) -> tuple[Layout, Layout] | None:
     """Both layouts cut at common sub-dim boundaries; None if one of these falls inside a shard."""
     pairs = [_common_dim(b, a, sizes) for b, a in zip(before.dims, after.dims, strict=True)]
     if any(p is None for p in pairs):

@@ -129,7 +129,7 @@ def _with_alternatives(graph: fx.Graph, given: Given, axes: Sequence[str], mesh:
     given = given_in(given, env, graph)
     alternatives = with_alternatives(graph, given, mesh.sizes, axes)
     start = propagate(graph, given, mesh.sizes, 1)
-    decision = improved(graph, given, mesh.sizes, start, axes, alternatives)
+    decision = improved(graph, given, mesh.sizes, start, axes, alternatives, pairs=True)
     return Plan(graph, given, settled(graph, decision, alternatives))
 
 

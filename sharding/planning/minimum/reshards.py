@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 
 from torchard.functional.machines.machine import Machine
 from torchard.sharding.layouts.layout import Layout, Sizes
-from torchard.sharding.layouts.reshard import ReshardStep, plan
+from torchard.sharding.layouts.reshard import ReshardStep, common, plan
 from torchard.sharding.planning.minimum.elimination import Table, TooWide
 
 __all__ = ["Reshards"]
@@ -69,10 +70,9 @@ class Reshards:
     def _found(self, have: Layout, want: Layout) -> _Seconds:
         if set(want.pending) - set(have.pending) or have.varying != want.varying:
             return _Seconds(float("inf"), 0.0)
-        pattern = self._pattern(have, want)
-        if pattern is None:
+        pattern, elements = self._pattern(have, want), math.prod(have.shape)
+        if pattern is None or not elements:
             return self._seconds(self._moves(have, want))
-        elements = math.prod(dim[0].size for dim in have.dims)
         if pattern not in self._evenly:
             self._evenly[pattern] = [
                 move._replace(before=elements // move.before, after=elements // move.after)
@@ -103,17 +103,17 @@ class Reshards:
         return _Seconds(per_byte, per_time)
 
     def _pattern(self, have: Layout, want: Layout) -> _Pattern | None:
-        """The axes of each dim before and after, in any order; None if a dim is cut or split unevenly."""
-        dims = []
-        for (before, *inner), (after, *others) in zip(have.dims, want.dims, strict=True):
-            if inner or others or before.size == 0:
-                return None
+        """The axes of each sub-dim before and after, in any order; None if one is split unevenly."""
+        cut, pairs = common(have, want, self.sizes), []
+        if cut is None:
+            return None
+        for before, after in zip(*(itertools.chain(*x.dims) for x in cut), strict=True):
             if before.axes or after.axes:
                 axes = {*before.axes, *after.axes}
                 if before.size % math.prod(n for axis, n in self.sizes if axis in axes):
                     return None
-                dims.append((before.axes, after.axes))
-        return (*sorted(dims), have.pending, want.pending)
+                pairs.append((before.axes, after.axes))
+        return (*sorted(pairs), have.pending, want.pending)
 
     def table(
         self, have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, times: int

@@ -19,7 +19,7 @@ from torchard.sharding.planning.minimum.alternatives import NONE
 from torchard.sharding.planning.minimum.bounds import Bounded, SweepBudget, proved, solved
 from torchard.sharding.planning.minimum.choices import Choices
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
-from torchard.sharding.planning.minimum.minimum import Energy, EnergyModel
+from torchard.sharding.planning.minimum.model import Energy, EnergyModel
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.planning.plan import Plan
 from torchard.sharding.scheduling.explained.moves import PlannedMove, given_layouts, moves
@@ -115,7 +115,7 @@ class PlanSpace:
         if max(shared, default=0) ** 2 > _PLACES:  # a value may be in each two of them
             raise TooWide
         self.costs, self.axes = costs, axes
-        self.model = EnergyModel(energy, choices)
+        self.model = EnergyModel(energy, choices, most_in_two=_OPTIONS)
         self.states = self._states(costs.decision)
         seconds = costs.seconds(costs.decision)
         self.little = _EQUAL * seconds

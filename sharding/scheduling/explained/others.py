@@ -20,7 +20,7 @@ from torchard.sharding.planning.decision import Given, LayoutDecision
 from torchard.sharding.planning.minimum.alternatives import source_of, values_of
 from torchard.sharding.planning.minimum.bounds import Bounded, solved
 from torchard.sharding.planning.minimum.elimination import Table
-from torchard.sharding.planning.minimum.minimum import EnergyModel
+from torchard.sharding.planning.minimum.model import EnergyModel
 from torchard.sharding.planning.plan import Plan
 from torchard.sharding.rules import Call
 from torchard.sharding.scheduling.explained.model import ModelTerm, PlanSpace
