@@ -197,8 +197,7 @@ class _Edges:
 
     def parts(self, spec: P, rank: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """For each dim the axes that split it, separated by commas, and the number of parts."""
-        names = [(e,) if isinstance(e, str) else e or () for e in spec.entries]
-        names += [()] * (rank - len(names))
+        names = [*spec.axes_by_entry, *[()] * (rank - len(spec.entries))]
         counts = (math.prod(self.mesh.shape[a] for a in e) for e in names)
         return tuple(",".join(e) for e in names), tuple(counts)
 

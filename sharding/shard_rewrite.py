@@ -33,6 +33,7 @@ from torchard.sharding.planning.constraints import (
     constraint_rank,
     insert_constraint,
     matches,
+    open_constraints,
     where_of,
 )
 from torchard.sharding.planning.decision import BATCH, DERIVED, PARAMETER, Given
@@ -307,10 +308,11 @@ class Shard(Rewrite):
                 layout = self._layout_of_update(value, value in stepped, leaves[updated[i]], updated[i])
             outputs.append(None if layout is None else layout.homed(()))
         check_local(graph, program, self.mesh)
-        constraints = {n: x.homed(()) for n, x in constraint_layouts(graph, self.mesh).items()}
-        ranks = {n: constraint_rank(n, inputs) for n in constraints}
+        constraints = constraint_layouts(graph, self.mesh)
+        relative = open_constraints(graph, self.mesh)
+        ranks = {n: constraint_rank(n, inputs) for n in (*constraints, *relative)}
         local = local_operations(graph)
-        return Given(inputs, tuple(outputs), constraints, ranks, local=local, on=self.on)
+        return Given(inputs, tuple(outputs), constraints, ranks, relative, local=local, on=self.on)
 
     def _layout_of_result(self, leaf: Leaf, value: fx.Node) -> Layout | None:
         """The layout that an output must have; None if it is left to propagation."""

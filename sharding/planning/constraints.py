@@ -13,10 +13,10 @@ from torchard.functional.core.arguments import nearest
 from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.tags import FRAMES, NAME, SCOPE, SOURCE, VAL
-from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.layouts.layout import Layout, Sizes, Sub, merge
 from torchard.sharding.layouts.tags import SOFT
 from torchard.sharding.manual.varying_axes import varying_in_graph
-from torchard.sharding.planning.decision import CONSTRAINT
+from torchard.sharding.planning.decision import CONSTRAINT, Relation
 from torchard.sharding.values.constrain import constraint_spec, number_of
 from torchard.sharding.values.mesh import Mesh
 from torchard.sharding.values.spec import P, SpecError, layout_of
@@ -28,6 +28,7 @@ __all__ = [
     "constraint_layouts",
     "constraint_rank",
     "insert_constraint",
+    "open_constraints",
     "where_of",
 ]
 
@@ -108,16 +109,58 @@ def constraint_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] |
     return given[1] if SOFT.get(node) and isinstance(given, tuple) else CONSTRAINT
 
 
+@dataclass(frozen=True)
+class _OpenConstraint:
+    """The layouts that a constraint with open dims allows.
+
+    Attributes:
+        fixed: the layout in which no open dim is split.
+        open_dims: the open dims, which only the axes that split no other one may split.
+    """
+
+    fixed: Layout
+    open_dims: tuple[int, ...]
+
+    def __call__(self, layout: Layout, sizes: Sizes) -> Layout:
+        """The allowed layout nearest to another one, which is that one if it is allowed."""
+        dims = list(self.fixed.dims)
+        for d in self.open_dims:
+            free = (
+                Sub(s.size, tuple(a for a in s.axes if a not in self.fixed.split_axes))
+                for s in layout.dims[d]
+            )
+            dims[d] = merge(free, sizes)
+        return Layout(tuple(dims), layout.pending)
+
+
 def constraint_layouts(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Layout]:
-    """The layout that each constraint node requires; values that vary over manual axes still vary."""
+    """The layout of each constraint node that fixes all dims."""
+    return {n: x for n, (spec, x) in _constraints(graph, mesh).items() if not spec.open_dims}
+
+
+def open_constraints(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Relation]:
+    """For each constraint node with open dims, the layout nearest to another one that it allows."""
+    return {
+        node: _OpenConstraint(layout, spec.open_dims)
+        for node, (spec, layout) in _constraints(graph, mesh).items()
+        if spec.open_dims
+    }
+
+
+def _constraints(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, tuple[P, Layout]]:
+    """The spec and the layout that each constraint node requires, in which no open dim is split.
+
+    Values that vary over manual axes still vary.
+    """
     varying = varying_in_graph(graph)
-    layouts: dict[fx.Node, Layout] = {}
+    found: dict[fx.Node, tuple[P, Layout]] = {}
     for node in graph.nodes:
         spec = constraint_spec(node)
         if spec is not None:
-            layout = layout_of(spec, tuple(VAL.of(node).shape), mesh, where_of(node))
-            layouts[node] = layout.varying_over(varying[node])
-    return layouts
+            shape, where = tuple(VAL.of(node).shape), where_of(node)
+            layout = layout_of(spec, shape, mesh, where, may_be_open=True)
+            found[node] = spec, layout.varying_over(varying[node]).homed(())
+    return found
 
 
 def where_of(node: fx.Node) -> str:

@@ -27,11 +27,15 @@ __all__ = [
     "PARAMETER",
     "Given",
     "LayoutDecision",
+    "Relation",
     "seconds_per_point",
     "work_of",
 ]
 
 BATCH, PARAMETER, CONSTRAINT, DERIVED = range(4)
+
+Relation = Callable[[Layout, Sizes], Layout]
+"""Of the layouts that a node may have, that nearest to another layout: to an allowed one, itself."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class Given:
         outputs: the layout that each output must have; None if any layout will do.
         constraints: the layout of each constraint node.
         ranks: the precedence of the shards that each constraint introduces.
-        relative: the layout of each constraint node that depends on that of its value (without pending
-            sums), given the mesh.
+        relative: for each constraint node that leaves a choice, the layouts that it may have. Rules take
+            the nearest to that of its value (without pending sums); a minimum takes any.
         local: operations on local values (manual mode), and which of their options are excluded.
         spread: axes to restore wherever propagation would drop them (``stakes.py``).
         contested: axes along which parameters take precedence over other inputs, not the reverse.
@@ -57,7 +61,7 @@ class Given:
     outputs: tuple[Layout | None, ...]
     constraints: dict[fx.Node, Layout] = field(default_factory=dict)
     ranks: dict[fx.Node, int] = field(default_factory=dict)
-    relative: dict[fx.Node, Callable[[Layout, Sizes], Layout]] = field(default_factory=dict)
+    relative: dict[fx.Node, Relation] = field(default_factory=dict)
     local: dict[fx.Node, ManualConstraint] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
     contested: frozenset[str] = frozenset()
@@ -73,17 +77,28 @@ class Given:
     def splits_nothing(self) -> bool:
         """Whether every value is whole, so that each operation has one option."""
         free = self.relative or self.local or self.spread
-        return not free and all(layout.is_replicated for layout in self._layouts)
+        layouts = (*self.layouts_of_inputs, *filter(None, self.outputs), *self.constraints.values())
+        return not free and all(layout.is_replicated for layout in layouts)
 
     @property
-    def split_axes(self) -> frozenset[str]:
+    def layouts_of_inputs(self) -> list[Layout]:
+        """The layouts of all inputs but cotangents."""
+        return [known[0] for known in self.inputs.values() if not isinstance(known, int)]
+
+    def required(self, sizes: Sizes) -> dict[fx.Node, Layout]:
+        """The layout of each constraint node that splits only what it requires to be split."""
+        least = {
+            node: nearest(Layout.replicated(tuple(VAL.of(node).shape)), sizes)
+            for node, nearest in self.relative.items()
+        }
+        return self.constraints | least
+
+    def split_axes(self, sizes: Sizes) -> frozenset[str]:
         """The axes that split an input, an output or a constraint."""
-        return frozenset(a for layout in self._layouts for a in layout.split_axes)
-
-    @property
-    def _layouts(self) -> list[Layout]:
-        layouts = [known[0] for known in self.inputs.values() if not isinstance(known, int)]
-        return [*layouts, *filter(None, self.outputs), *self.constraints.values()]
+        layouts = (
+            *self.layouts_of_inputs, *filter(None, self.outputs), *self.required(sizes).values()
+        )
+        return frozenset(a for layout in layouts for a in layout.split_axes)
 
     def rank(self, rank: int, axis: str) -> int:
         """The rank of an input's shards along an axis."""

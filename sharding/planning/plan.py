@@ -153,7 +153,7 @@ def _contested(given: Given) -> frozenset[str]:
 def _beside_parameters(given: Given, rows: bool) -> frozenset[str]:
     """Axes that split parameters, and the rows or an inner dim of a batch."""
     placed = [known for known in given.inputs.values() if not isinstance(known, int)]
-    placed += [(given.constraints[node], rank) for node, rank in given.ranks.items()]
+    placed += [(layout, given.ranks[node]) for node, layout in given.constraints.items()]
     of_parameters = {a for layout, rank in placed if rank == PARAMETER for a in layout.split_axes}
     of_batch = {
         axis
@@ -219,8 +219,8 @@ def _unsplit(plan: Plan, mesh: Mesh) -> tuple[dict[str, float], float]:
 
     Only products count: under tensor parallelism every rank computes norms, as in Megatron-LM.
     """
-    placed = [given[0] for given in plan.given.inputs.values() if not isinstance(given, int)]
-    axes = {a for layout in (*placed, *plan.given.constraints.values()) for a in layout.split_axes}
+    placed = (*plan.given.layouts_of_inputs, *plan.given.required(mesh.sizes).values())
+    axes = {a for layout in placed for a in layout.split_axes}
     lost, total = dict.fromkeys(axes, 0.0), 0.0
     for node, option in plan.decision.option.items():
         if is_product(node):

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 
 from torch import fx
 
 from torchard.functional.programs.graphs import output_node, output_values
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.decompositions.decompose import comes_apart
-from torchard.sharding.layouts.layout import Layout, Sizes
+from torchard.sharding.layouts.layout import Layout, Sizes, Sub
 from torchard.sharding.layouts.options import atomic, factor_axes, image
-from torchard.sharding.planning.decision import Given, LayoutDecision, work_of
+from torchard.sharding.planning.decision import Given, LayoutDecision, Relation, work_of
 from torchard.sharding.planning.stakes import Beside, Spread, Stakes
 from torchard.sharding.planning.sweep import Needs, NodeFacts, Start, Sweep, TakeApart
 from torchard.sharding.rules import Call, rule_of
@@ -98,12 +100,17 @@ def _output_needs(graph: fx.Graph, given: Given) -> Needs:
 def _wishes(graph: fx.Graph, given: Given, sizes: Sizes) -> dict[fx.Node, Layout]:
     """The layouts of constraints, carried back through elementwise operations to a reduction."""
     wishes: dict[fx.Node, Layout] = {}
+    required = given.required(sizes)
     for node in reversed(graph.nodes):
         if node.op != "call_function":
             continue
-        if node in given.constraints:
+        if node in required:
             (source,) = node.all_input_nodes
-            wishes.setdefault(source, given.constraints[node])
+            wish = required[node]
+            if node in given.relative and node in wishes:
+                wish = given.relative[node](wishes[node].reduced(), sizes)
+            if node in given.constraints or wish.split_axes:
+                wishes.setdefault(source, wish)
         elif node in wishes and node.target is operator.getitem:
             (source,) = node.all_input_nodes
             if Call.of(source).outs[result_index(node)] == Call.of(source).outs[0]:
@@ -148,4 +155,24 @@ def _spread(
     if near is not None:
         fixed = given.constraints | {node: near.home[node] for node in given.relative}
         return Beside(graph, fixed, sizes, work, near.option, given.spread)
-    return Stakes(graph, given.constraints, sizes, work, comes_apart if apart else lambda _: False)
+    return Stakes(
+        graph, _kept(given, sizes), sizes, work, comes_apart if apart else lambda _: False
+    )
+
+
+def _kept(given: Given, sizes: Sizes) -> dict[fx.Node, list[bool]]:
+    """For each constraint node, whether it keeps a split of each dim of its value over lost axes."""
+    fixed = {n: [any(s.axes for s in dim) for dim in x.dims] for n, x in given.constraints.items()}
+    return fixed | {
+        node: [
+            any(_keeps(relation, shape, d, axis, sizes) for axis in given.spread)
+            for d in range(len(shape))
+        ]
+        for node, relation in given.relative.items()
+        for shape in [tuple(VAL.of(node).shape)]
+    }
+
+
+def _keeps(relation: Relation, shape: Sequence[int], dim: int, axis: str, sizes: Sizes) -> bool:
+    split = Layout(tuple((Sub(n, (axis,) if d == dim else ()),) for d, n in enumerate(shape)))
+    return relation(split, sizes).dim_of(axis) == dim

@@ -13,7 +13,7 @@ split over it at no cost. Two strategies choose the dim:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import fx
@@ -41,7 +41,8 @@ class Stakes:
     """For every value and dim, the work on the heaviest path on which a split of the dim is kept.
 
     Args:
-        constraints: the nodes that fix a layout; the path of a dim that the layout does not split ends.
+        constraints: for nodes that constrain a layout, whether each dim may be split: where not, its
+            path ends.
         work: the work of an operation.
         comes_apart: whether an operation's whole dims can be split by decomposing it.
     """
@@ -49,7 +50,7 @@ class Stakes:
     def __init__(
         self,
         graph: fx.Graph,
-        constraints: Mapping[fx.Node, Layout],
+        constraints: Mapping[fx.Node, Sequence[bool]],
         sizes: Sizes,
         work: WorkOf,
         comes_apart: Callable[[fx.Node], bool],
@@ -88,12 +89,11 @@ class Stakes:
         own = self._of(node, result)
         own[:] = map(max, own, to)
 
-    def _read(self, node: fx.Node, constraint: Layout | None) -> None:
+    def _read(self, node: fx.Node, may_split: Sequence[bool] | None) -> None:
         if node.target is operator.getitem:
             self._raise(node.all_input_nodes[0], result_index(node), self._of(node))
-        elif constraint is not None:
-            split = [any(s.axes for s in dim) for dim in constraint.dims]
-            kept = [s if on else 0.0 for s, on in zip(self._of(node), split, strict=True)]
+        elif may_split is not None:
+            kept = [s if on else 0.0 for s, on in zip(self._of(node), may_split, strict=True)]
             self._raise(node.all_input_nodes[0], 0, kept)
         else:
             self._carry(node)

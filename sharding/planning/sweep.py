@@ -224,12 +224,23 @@ class Sweep:
         self._record(node, layout, ranks)
 
     def _relate(self, node: fx.Node) -> None:
-        """Read a value in a layout that depends on its own."""
+        """Read a value in the cheapest allowed layout that is near its own, or near a wanted one."""
         (source,) = node.all_input_nodes
-        layout = self.given.relative[node](self.home(source).reduced(), self.sizes)
+        wanted = dict.fromkeys(w.reduced() for w in self.needed.get(node, {}).values())
+        near = (self.home(source).reduced(), *wanted)
+        read, item = self._read(source), self.start.facts.of(node).size
+        layout = min(
+            dict.fromkeys(self.given.relative[node](x, self.sizes) for x in near),
+            key=lambda x: (
+                sent(read, x, self.sizes) + item * sum(cost(x, want, self.sizes) for want in wanted)
+            ),
+        )
         self._take(source, layout, node)
-        ranks = self.ranks[source]
-        self._record(node, layout, {a: ranks.get(a, DERIVED) for a in layout.split_axes})
+        # What the node itself splits has its precedence, all other shards have that of the value.
+        home, had, own = self.home(source), self.ranks[source], self.given.ranks.get(node, DERIVED)
+        kept = {a: r for a, r in had.items() if home.dim_of(a) == layout.dim_of(a)}
+        self.had[node] = self.had.get(source, frozenset()).union(home.split_axes)
+        self._record(node, layout, {a: kept.get(a, own) for a in layout.split_axes})
 
     def _choose(self, node: fx.Node) -> None:
         call = Call.of(node)

@@ -119,7 +119,7 @@ def _free_axes(given: Given, mesh: Mesh) -> list[str]:
     Axes that split nothing that is given stay idle. Unless a machine is given, parameters are gathered
     along axes that split them and the rows of a batch, however few the rows are.
     """
-    free = given.split_axes - (frozenset() if given.on else gathered_axes(given))
+    free = given.split_axes(mesh.sizes) - (frozenset() if given.on else gathered_axes(given))
     return [a for a in mesh.axes if a in free and mesh.shape[a] > 1]
 
 

@@ -91,7 +91,8 @@ def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
 
     Args:
         x: a tensor.
-        spec: its layout.
+        spec: its layout. A dim whose entry is ``P.UNCONSTRAINED`` is left to the plan, which may split it
+            over any axes that split no other dim.
 
     Returns:
         ``x``.

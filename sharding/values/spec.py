@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from torchard.functional.core.arguments import checked, written
-from torchard.functional.core.axis_expressions import (
-    Axis,
-    AxisExpression,
-    AxisExpressionError,
-    parse,
-)
+from torchard.functional.core.axis_expressions import Axis, AxisExpressionError
 from torchard.sharding.layouts.layout import Dim, Layout, Sub
+from torchard.sharding.layouts.spec_patterns import factors_of_dims
 from torchard.sharding.values.mesh import Mesh
 
-__all__ = ["P", "SpecError", "layout_of", "spec_of"]
+__all__ = ["P", "SpecError", "check_closed", "layout_of", "spec_of"]
 
-Entry = str | tuple[str, ...] | None
+
+class Unconstrained(enum.Enum):
+    """The entry of a dim that a constraint leaves open; an enum, so that copies are the same object."""
+
+    UNCONSTRAINED = enum.auto()
+
+    def __repr__(self) -> str:
+        return "P.UNCONSTRAINED"
+
+
+Entry = str | tuple[str, ...] | None | Literal[Unconstrained.UNCONSTRAINED]
 Factor = int | str | tuple[int | str, ...] | None
 
 
@@ -44,9 +51,13 @@ class P:
     ``P("tp", None)`` splits dim 0 over tp. Missing trailing entries are None, so ``P()`` is replicated.
     An uneven dim is split as by `torch.chunk`. `P.factors` splits factors inside a dim.
 
+    In `constrain` and ``constrain_at=``, ``P("dp", P.UNCONSTRAINED)`` leaves dim 1 open: the plan of the
+    enclosing `shard` may split it over any axes but dp. Other specs say where values are, and have an
+    entry for each dim that is split.
+
     Args:
-        entries: for each dim an axis, a tuple of axes (outermost first), or None. Entries may also be
-            names of dims, which ``rules=`` maps to axes.
+        entries: for each dim an axis, a tuple of axes (outermost first), None, or ``P.UNCONSTRAINED``.
+            Entries may also be names of dims, which ``rules=`` maps to axes.
         weak: whether propagation may overrule the spec more readily than other specs.
 
     Raises:
@@ -64,7 +75,14 @@ class P:
             [7]])
     >>> ta.place(x, mesh, ta.P("batch", "embed"), rules={"batch": "dp", "embed": None}).spec
     P('dp', None)
+    >>> def f(x, w):
+    ...     return ta.constrain(x @ w, ta.P("dp", ta.P.UNCONSTRAINED))
+    >>> x, w = ta.place((torch.ones(2, 4), torch.ones(4, 4)), mesh, (ta.P("dp"), ta.P(None, "tp")))
+    >>> ta.shard(f, mesh)(x, w).spec                        # dim 1 is split as the product is
+    P('dp', 'tp')
     """
+
+    UNCONSTRAINED: ClassVar[Literal[Unconstrained.UNCONSTRAINED]] = Unconstrained.UNCONSTRAINED
 
     __slots__ = ("entries", "home", "named", "weak")
 
@@ -75,12 +93,12 @@ class P:
                 entry = tuple(entry)
             if not (
                 entry is None
-                or isinstance(entry, str)
+                or isinstance(entry, str | Unconstrained)
                 or (isinstance(entry, tuple) and all(isinstance(a, str) for a in entry))
             ):
                 raise SpecError(
-                    f"P{entries!r}: entry {entry!r} is neither an axis name, a tuple of axis names "
-                    "nor None."
+                    f"P{entries!r}: entry {entry!r} is neither an axis name, a tuple of axis names, "
+                    "None, nor P.UNCONSTRAINED."
                 )
             checked.append(entry)
         self.entries: tuple[Entry, ...] = tuple(checked)
@@ -167,8 +185,19 @@ class P:
         return tuple(a for e in self.entries for a in _axes(e))
 
     @property
+    def axes_by_entry(self) -> tuple[tuple[str, ...], ...]:
+        """The axes of each entry, none of which leaves its dim open."""
+        check_closed(self, "the value")
+        return tuple(_axes(e) for e in self.entries)
+
+    @property
     def is_replicated(self) -> bool:
-        return not self.axes and not self.home
+        return not self.axes and not self.home and not self.open_dims
+
+    @property
+    def open_dims(self) -> tuple[int, ...]:
+        """The dims that a constraint leaves open."""
+        return tuple(d for d, e in enumerate(self.entries) if e is P.UNCONSTRAINED)
 
     def led(self, dims: int) -> P:
         """The spec of a value with this many unsplit leading dims added."""
@@ -203,7 +232,8 @@ class P:
             return tuple(axis for name in names for axis in axes_of(name))
 
         if self.named is None:
-            return self._like(P(*[_entry(mapped(_axes(e))) for e in self.entries]))
+            split = [e if e is P.UNCONSTRAINED else _entry(mapped(_axes(e))) for e in self.entries]
+            return self._like(P(*split))
         pattern, named = self.named[0], dict(self.named[1])
         for factor in [a.name for group in _groups(pattern) for a in group if a.name in named]:
             size, axes = _sized(named.pop(factor))
@@ -246,7 +276,9 @@ class P:
 
 def _axes(entry: Any) -> tuple[str, ...]:
     """The axes of an entry, as a tuple."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    if entry is None or entry is P.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _entry(axes: tuple[str, ...]) -> Entry:
@@ -275,13 +307,36 @@ def _check_unique(spec: P, axes: Sequence[str]) -> None:
         raise SpecError(f"{spec!r} uses axis {twice[0]!r} twice; an axis can split one dim only.")
 
 
-def layout_of(spec: P, shape: Sequence[int], mesh: Mesh, path: str = "the value") -> Layout:
+def check_closed(spec: P, path: str) -> None:
+    """Raise SpecError if a spec leaves a dim open, where it has to say how each dim is split."""
+    if spec.open_dims:
+        raise SpecError(
+            f"{path} has spec {spec}, which leaves dim {spec.open_dims[0]} open, but has to say where "
+            "the value is: give the dim its axes, or None if it is not split. Only constrain, inside of "
+            "a function that is sharded, and constrain_at= leave dims to the plan; so does None in place "
+            "of a whole spec in shard's in_specs and out_specs."
+        )
+
+
+def layout_of(
+    spec: P,
+    shape: Sequence[int],
+    mesh: Mesh,
+    path: str = "the value",
+    *,
+    may_be_open: bool = False,
+) -> Layout:
     """The layout that a spec gives a value of this shape.
 
+    Args:
+        may_be_open: whether the spec may leave dims open, which the layout then does not split.
+
     Raises:
-        SpecError: the spec is longer than the rank, names an axis that the mesh does not have, or its
-            factors do not multiply to the dim. The message begins with ``path``.
+        SpecError: the spec is longer than the rank, names an axis that the mesh does not have, leaves a
+            dim open, or its factors do not multiply to the dim. The message begins with ``path``.
     """
+    if not may_be_open:
+        check_closed(spec, path)
     shape = tuple(shape)
     unknown = [a for a in (*spec.axes, *dict(spec.home)) if a not in mesh.shape]
     if unknown:
@@ -324,33 +379,9 @@ def _strip(sub: Sub, sizes: Mapping[str, int]) -> Sub:
 def _groups(pattern: str) -> tuple[tuple[Axis, ...], ...]:
     """The factors of each dim."""
     try:
-        text = parse(pattern)
-        _check_is_dims(text)
+        return factors_of_dims(pattern)
     except AxisExpressionError as error:
         raise SpecError(f"P.factors({pattern!r}): {error}") from None
-    return tuple(dim.axes for operand in text.operands for dim in operand.dims)
-
-
-def _check_is_dims(text: AxisExpression) -> None:
-    """Raise AxisExpressionError for anything but the named factors of a single value's dims."""
-    if text.results is not None:
-        text.fail(text.text.index("->"), "a spec describes one value and has no '->'")
-    for operand in text.operands[1:]:
-        text.fail(operand, "a spec describes one value: write its dims without commas")
-    for clause in text.clauses:
-        text.fail(clause.verb, "a spec has no clauses")
-    for operand in text.operands:
-        if operand.dtype is not None:
-            text.fail(operand.dtype, "a spec has no dtype")
-        if operand.ellipsis is not None:
-            text.fail(operand.dims[operand.ellipsis], "a spec names every dim and has no '...'")
-    names: set[str] = set()
-    for axis in text.axes():
-        if axis.name.isdecimal():
-            text.fail(axis, f"a factor must have a name, as in 'n={axis.name}'")
-        if axis.name in names:
-            text.fail(axis, f"factor {axis.name!r} appears twice")
-        names.add(axis.name)
 
 
 def _named_dims(spec: P, shape: tuple[int, ...], path: str) -> list[Dim]:

@@ -11,7 +11,7 @@ import optree
 from torchard.functional.core import tree
 from torchard.functional.programs.program import Program
 from torchard.functional.tracing.signature import paths_of
-from torchard.sharding.values.spec import P, SpecError
+from torchard.sharding.values.spec import P, SpecError, check_closed
 
 __all__ = ["as_arguments", "broadcast", "by_argument", "specs_of_arguments", "specs_of_results"]
 
@@ -155,6 +155,8 @@ def _broadcast(
     prefix: Any, full: Any, name: str, what: str, how: tuple[str, type, str]
 ) -> list[Any]:
     _, kind, example = how
+    if kind is P:
+        _check_all_closed(prefix, name)
     for leaf in optree.tree_leaves(prefix, none_is_leaf=True, namespace=tree.NAMESPACE):
         if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, kind)):
             meant = f"P or None, as in {P(leaf)}" if kind is P and isinstance(leaf, str) else example
@@ -166,3 +168,16 @@ def _broadcast(
         return tree.broadcast(prefix, full, name, what, noun)
     except ValueError as error:
         raise SpecError(str(error)) from error
+
+
+def _check_all_closed(specs: Any, name: str) -> None:
+    """Raise SpecError if a spec of a tree leaves a dim open; the message names each that does."""
+    errors = []
+    for spec, path in zip(tree.leaves(specs), tree.paths(specs, name), strict=True):
+        try:
+            if isinstance(spec, P):
+                check_closed(spec, path)
+        except SpecError as error:
+            errors.append(str(error))
+    if errors:
+        raise SpecError("\n".join(errors))

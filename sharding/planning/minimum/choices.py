@@ -53,6 +53,7 @@ class Choices:
     ) -> None:
         self.sizes, self.axes, self.now, self.most = sizes, axes, now, most
         self.value, self._versions = alternatives.value, alternatives.versions
+        self._relative = given.relative
         self.options: dict[fx.Node, tuple[Option, ...]] = {}
         self.layouts: dict[fx.Node, dict[Layout, None]] = defaultdict(dict)
         self._in_parts: dict[fx.Node, list[Layout]] = defaultdict(list)
@@ -94,6 +95,14 @@ class Choices:
             if layout not in known:
                 known[layout] = None
                 self._visit_again(value, layout)
+                self._relate(value, layout)
+
+    def _relate(self, value: fx.Node, layout: Layout) -> None:
+        """Add the nearest allowed layouts of a value and of the constraints that read it."""
+        versions = self._versions.get(value, (value,))
+        for node in (value, *(user for version in versions for user in version.users)):
+            if node in self._relative:
+                self._add(node, (self._relative[node](layout.reduced(), self.sizes),))
 
     def _visit_again(self, value: fx.Node, layout: Layout) -> None:
         near: list[fx.Node] = []
@@ -137,12 +146,12 @@ def _staying(graph: fx.Graph, given: Given, now: LayoutDecision) -> set[fx.Node]
             known[node] = given.constraints[node]
     inputs = {n: n for n, layout in known.items() if layout.split_axes}  # by themselves and by view
     for node in graph.nodes:
-        if _is_view(node) and node.all_input_nodes[0] in inputs:
+        if (_is_view(node) or node in given.relative) and node.all_input_nodes[0] in inputs:
             inputs[node] = inputs[node.all_input_nodes[0]]
     moved = {
         source
         for view, source in inputs.items()
-        if view not in now.home or not all(_reads_home(u, view, now) for u in view.users)
+        if view not in now.home or not all(_reads_home(u, view, now, given) for u in view.users)
     }
     return {view for view, source in inputs.items() if source not in moved}
 
@@ -151,7 +160,9 @@ def _is_view(node: fx.Node) -> bool:
     return is_alias(node) or node.target in (row, aten._to_copy.default)
 
 
-def _reads_home(user: fx.Node, value: fx.Node, now: LayoutDecision) -> bool:
+def _reads_home(user: fx.Node, value: fx.Node, now: LayoutDecision, given: Given) -> bool:
+    if user in given.relative:
+        return now.home[user] == now.home[value]
     option = now.option.get(user)
     if option is None:
         return True

@@ -164,14 +164,19 @@ class EnergyModel:
         self._new(node, dict.fromkeys([(home, home), *((home, x) for x in others)]))
 
     def _related(self, node: fx.Node) -> None:
-        """A value that is read in a layout that depends on its own."""
+        """A value that is read in any of the layouts that are allowed, and may be moved from there."""
         (source,) = node.all_input_nodes
         at, states = self._value(source)
-        relation = self.given.relative[node]
-        wanted = [relation(home.reduced(), self.energy.sizes) for home, _ in states.places]
-        self._new(node, [(x, x) for x in dict.fromkeys(wanted)])
+        staying, relation = node in self.choices.staying, self.given.relative[node]
+        layouts = [x for x in self.choices.layouts[node] if not x.pending]
+        allowed = [x for x in layouts if relation(x, self.energy.sizes) == x]
+        places = [*((x, x) for x in allowed), self._now(node)]
+        if not staying and len(layouts) <= self.most_in_two:
+            pairs = itertools.product(allowed, layouts)
+            places += [(x, y) for x, y in pairs if y not in allowed or self._pays(node, x, y)]
+        self._new(node, dict.fromkeys(places))
         here, own = self._value(node)
-        costs = self._read(states, own.homes, source) + _equal(tuple(wanted), own.homes)
+        costs = self._read(states, own.homes, source, staying)
         self.problem.add((at, here), self.energy.shared(states.read(costs)))
 
     def _operation(self, node: fx.Node) -> None:
@@ -211,15 +216,17 @@ class EnergyModel:
         """Where a value may be: in one layout, or in two if moves either way send."""
         layouts = self.choices.layouts[value]
         versions = self.alternatives.versions.get(value, (value,))
-        home = self.choices.now.home[value]
-        now = home, self.choices.now.kept.get(value, home)
-        single = [*dict.fromkeys([*((x, x) for x in layouts), now])]
+        single = [*dict.fromkeys([*((x, x) for x in layouts), self._now(value)])]
         if fixed or not self.given.on or sum(len(v.users) for v in versions) < 2:
             return single
         if len(layouts) > self.most_in_two:
             return single
         pairs = itertools.permutations(layouts, 2)
         return [*dict.fromkeys(single + [pair for pair in pairs if self._pays(value, *pair)])]
+
+    def _now(self, value: fx.Node) -> Place:
+        home = self.choices.now.home[value]
+        return home, self.choices.now.kept.get(value, home)
 
     def _pays(self, value: fx.Node, home: Layout, kept: Layout) -> bool:
         """Whether a value may be kept in a second layout: where it is whole, others are parts of it."""

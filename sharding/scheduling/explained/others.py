@@ -178,6 +178,8 @@ def _forbidden(
     for user in value.users:
         if user in model.given.constraints:
             yield (at,), read([model.given.constraints[user]])[:, 0]
+        elif user in model.given.relative:
+            yield (at, model.of_value[user]), read(model.states_of[user].homes)
         elif user in model.of_option:
             for k, operand in enumerate(Call.of(user).operands):
                 if operand is value:

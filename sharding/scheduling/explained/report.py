@@ -111,7 +111,7 @@ class PlanReport:
         self.seconds = self._costs.seconds(self._costs.decision)
         self.computing = self._costs.working(self._costs.decision)
         self._little = max(_EQUAL * self.seconds, _TOLD_APART)
-        split = plan.given.split_axes
+        split = plan.given.split_axes(mesh.sizes)
         self._axes = tuple(a for a in mesh.axes if a in split and mesh.shape[a] > 1)
         self._stages = _stages(program)
         unused = (a for a in mesh.axes if a not in split and mesh.shape[a] > 1)
