@@ -18,6 +18,7 @@ import numpy as np
 from torch import fx
 
 from torchard.functional.programs.graphs import output_node
+from torchard.functional.programs.markers import again
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.decompositions.decompose import (
     beside,
@@ -68,7 +69,9 @@ class Alternatives:
         found = {output_node(graph)}
         waiting = [output_node(graph)]
         while waiting:
-            for source in waiting.pop().all_input_nodes:
+            node = waiting.pop()
+            handed_on = [u for u in node.users if u.target is again and u.args[1] is node]
+            for source in (*node.all_input_nodes, *handed_on):
                 value = self.value(source)
                 node = taken.get(value, value)
                 if node not in found:

@@ -21,6 +21,7 @@ from torchard import (
     UnrolledLoopWarning,
     checkpoint,
     fuse,
+    machines,
     name,
     nn,
     place,
@@ -231,3 +232,17 @@ def test_constraints_inside_of_a_trace_keep_the_loop() -> None:
     missing = shard(rolled, mesh, constrain_at={"nowhere/*": P(None, "tp")})
     with pytest.raises(SpecError, match=r"'nowhere/\*'.* matches no .*stream"):
         shard(lambda params, batch: 1.0 * missing(params, batch), mesh).lower(STACKED, BATCH)
+
+
+def test_carries_that_only_the_next_iteration_reads() -> None:
+    """On a given machine, each operation that the output needs stays, in any iteration."""
+
+    def loss(layers: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return repeat(lambda w, x: torch.tanh(x @ w), layers, x).square().mean()
+
+    made = torch.Generator().manual_seed(0)
+    layers, x = torch.randn(3, 8, 8, generator=made), torch.randn(8, 8, generator=made)
+    mesh = Mesh({"tp": 2}, virtual=True)
+    for specs in ((P(), P("tp")), (P(None, None, "tp"), P())):
+        run = shard(grad(loss), mesh, specs, P(), machine=machines.h100())
+        torch.testing.assert_close(run(layers, x), grad(loss)(layers, x))
