@@ -38,12 +38,14 @@ class Cost:
         split: the axes that split a factor.
         work: points of the iteration space that the busiest rank computes.
         exchanged: elements that the busiest rank sends or receives within the operation.
+        over: the axes along which it does.
         volume: elements of the largest local results.
     """
 
     split: frozenset[str]
     work: int
     exchanged: int
+    over: tuple[str, ...]
     volume: int
 
 
@@ -73,6 +75,7 @@ class Option(metaclass=Interned):
                 split=frozenset(a for axes in self.axes for a in axes),
                 work=points(self.rule, self.axes, sizes),
                 exchanged=self._exchanged(table),
+                over=() if self.rule.halo is None else self.axes[self.rule.halo[0]],
                 volume=sum(out.largest_local(table) for out in self.outs),
             )
         return known[sizes]

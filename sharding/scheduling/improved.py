@@ -20,6 +20,7 @@ from torchard.functional.programs.tags import COLLECTIVE, VAL
 from torchard.sharding.planning.decision import Given, seconds_per_point
 from torchard.sharding.planning.minimum.alternatives import settled, with_alternatives
 from torchard.sharding.planning.minimum.minimum import improved
+from torchard.sharding.planning.minimum.model import link_within
 from torchard.sharding.planning.plan import (
     Plan,
     choose,
@@ -158,10 +159,10 @@ def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:
     for node, option in plan.decision.option.items():
         cost = option.cost(mesh.sizes)
         work += cost.work * seconds_per_point(node, machine)
-        if cost.exchanged:  # within the operation, such as neighbours' elements
-            size = cost.exchanged * VAL.of(node).dtype.itemsize
-            sending += times(node) * size / machine.link.bandwidth
-            latency += times(node) * machine.link.latency
+        if cost.exchanged:
+            link, size = link_within(cost, machine), cost.exchanged * VAL.of(node).dtype.itemsize
+            sending += times(node) * size / link.bandwidth
+            latency += times(node) * link.latency
     return Figures(sending, calls, latency, work)
 
 

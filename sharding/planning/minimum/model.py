@@ -24,12 +24,13 @@ from collections.abc import Iterable
 import numpy as np
 from torch import fx
 
+from torchard.functional.machines.machine import Link, Machine
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.markers import again, leave, row
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
-from torchard.sharding.layouts.options import Option
+from torchard.sharding.layouts.options import Cost, Option
 from torchard.sharding.planning.decision import Given, LayoutDecision, seconds_per_point
 from torchard.sharding.planning.minimum.alternatives import (
     NONE,
@@ -45,7 +46,7 @@ from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.rules import Call
 
-__all__ = ["Energy", "EnergyModel"]
+__all__ = ["Energy", "EnergyModel", "link_within"]
 
 _SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
 _FREE = 1e-11  # seconds of a move that sends nothing
@@ -85,14 +86,15 @@ class Energy:
         key = options, rate, item, times(node)
         if key not in self._works:
             costs = [o.cost(self.sizes) for o in options]
-            moved = np.array([self._exchange(c.exchanged * item, times(node)) for c in costs])
+            moved = np.array([self._exchange(cost, item) * times(node) for cost in costs])
             kept = np.array([c.work * rate + c.volume * item * _SMALLEST for c in costs])
             self._works[key] = moved + kept
         return self._works[key]
 
-    def _exchange(self, size: int, count: int) -> float:
-        """The seconds of what an operation itself sends, a number of times."""
-        return count * self.machine.link.seconds(size) if size else 0.0
+    def _exchange(self, cost: Cost, itemsize: int) -> float:
+        """The seconds of what an operation itself sends."""
+        link = link_within(cost, self.machine)
+        return link.seconds(cost.exchanged * itemsize) if cost.exchanged else 0.0
 
     def shared(self, table: Table) -> Table:
         """The table; equal ones are one object."""
@@ -332,6 +334,11 @@ class EnergyModel:
             if self.states_of[value].place(states[at]) is None:
                 versions = self.alternatives.versions.get(value, (value,))
                 made.home |= dict.fromkeys(versions, planned.home[value])
+
+
+def link_within(cost: Cost, machine: Machine) -> Link:
+    """The link by which an operation itself sends, such as its neighbours' elements."""
+    return machine.link_of(cost.over, "all_to_all")
 
 
 def _element(node: fx.Node) -> tuple[int, int]:

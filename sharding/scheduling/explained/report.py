@@ -182,6 +182,8 @@ class PlanReport:
         One input is changed at a time, along one axis, with its gradient and its new value, if they have
         its spec; it takes no more memory. The few for which the model promises most are planned, and
         listed if the promise is kept. If there are very many inputs, only the largest are considered.
+        Each record has the input's ``path``, its ``spec``, the ``other`` one, and the ``change`` of the
+        plan, with its ``seconds`` and ``bytes``.
         """
         promised = []
         for node in self._considered():

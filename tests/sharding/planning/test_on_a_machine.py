@@ -17,7 +17,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad_and_value
 
-from torchard import Link, Machine, Mesh, MeshTensor, P, ShapeDtype, constrain, place, shard, tree
+from torchard import (
+    Link,
+    Machine,
+    Mesh,
+    MeshTensor,
+    P,
+    ShapeDtype,
+    constrain,
+    place,
+    repeat,
+    shard,
+    tree,
+)
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.planning.decision import PARAMETER, Given, LayoutDecision
 from torchard.sharding.planning.plan import Plan
@@ -100,6 +112,20 @@ def test_neighbours_send_what_a_split_dim_lacks() -> None:
     specs: Any = {"in_specs": (rows,), "out_specs": rows}
     rolled = sent(lambda x: x.roll(1, 0), mesh, [ShapeDtype((64, 64))], COMPUTES_AT_ONCE, **specs)
     assert rolled == 64 * 4
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_neighbours_are_reached_by_the_link_of_their_axis(times: int) -> None:
+    machine = replace(COMPUTES_AT_ONCE, links={"tp": Link(1e6, 1e-3)})
+
+    def fn(rows: Tensor, x: Tensor) -> Tensor:
+        return repeat(lambda row, x: x.roll(1, 0), rows, x)
+
+    specs: Any = {"in_specs": (P(), P("tp")), "out_specs": P("tp"), "machine": machine}
+    run = shard(fn, Mesh({"tp": 4}, virtual=True), **specs)
+    lowered = run.lower(ShapeDtype((times,)), ShapeDtype((64, 64)))
+    assert lowered.plan.seconds == pytest.approx(times * (1e-3 + 64 * 4 / 1e6))
+    assert lowered.time(machine).seconds == pytest.approx(lowered.plan.seconds, rel=1e-3)
 
 
 @pytest.mark.usefixtures("no_rules")
