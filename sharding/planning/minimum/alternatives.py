@@ -11,14 +11,12 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import fx
 
-from torchard.functional.programs.graphs import output_node
-from torchard.functional.programs.markers import again
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.decompositions.decompose import (
     beside,
@@ -54,11 +52,13 @@ class Alternatives:
         versions: by value that has several: all of them, its own first.
         of: by version: the value.
         pieces: the operations of all decompositions.
+        optional: these, and those that they may take the place of.
     """
 
     versions: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     of: dict[fx.Node, fx.Node] = field(default_factory=dict)
     pieces: set[fx.Node] = field(default_factory=set)
+    optional: set[fx.Node] = field(default_factory=set)
 
     def value(self, node: fx.Node) -> fx.Node:
         """The value of which a node is a version."""
@@ -66,12 +66,10 @@ class Alternatives:
 
     def on(self, graph: fx.Graph, taken: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
         """The nodes that are needed, if some values' versions are taken in place of their own."""
-        found = {output_node(graph)}
-        waiting = [output_node(graph)]
+        found = {node for node in graph.nodes if source_of(node) not in self.optional}
+        waiting = [*found]
         while waiting:
-            node = waiting.pop()
-            handed_on = [u for u in node.users if u.target is again and u.args[1] is node]
-            for source in (*node.all_input_nodes, *handed_on):
+            for source in waiting.pop().all_input_nodes:
                 value = self.value(source)
                 node = taken.get(value, value)
                 if node not in found:
@@ -79,13 +77,15 @@ class Alternatives:
                     waiting.append(node)
         return found
 
-    def add(self, pairs: Mapping[fx.Node, fx.Node], pieces: Iterable[fx.Node]) -> None:
+    def add(self, pairs: Mapping[fx.Node, fx.Node], pieces: Sequence[fx.Node]) -> None:
         """Add a decomposition: what it computes in the place of some values, and its operations."""
         for node, version in pairs.items():
             value = self.value(node)
             self.of.update({value: value, version: value})
             self.versions[value] = (*self.versions.get(value, (value,)), version)
+            self.optional.add(source_of(node))
         self.pieces.update(pieces)
+        self.optional.update(pieces)
 
 
 NONE = Alternatives()
@@ -242,13 +242,13 @@ def settled(
             if other is not version:
                 stand_in(version, other)
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and node not in on:
+        if node not in on:
             graph.erase_node(node)
     return replace(
         decision,
         option={n: x for n, x in decision.option.items() if n in on},
         raw={n: x for n, x in decision.raw.items() if n in on},
-        home={n: x for n, x in decision.home.items() if n in on or n.op == "placeholder"},
+        home={n: x for n, x in decision.home.items() if n in on},
         kept={decision.taken.get(n, n): x for n, x in decision.kept.items()},
         taken={},
     )

@@ -184,7 +184,7 @@ class EnergyModel:
     def _operation(self, node: fx.Node) -> None:
         options = self.choices.options[node]
         works = self.energy.works(node, options)
-        if may_be_off := self._may_be_off(node):
+        if may_be_off := node in self.alternatives.optional:
             works = self.energy.shared(np.append(works, 0.0))
         at = self.of_option[node] = self.problem.variable(works)
         operands, (ins, outs) = Call.of(node).operands, columns(options)
@@ -250,11 +250,6 @@ class EnergyModel:
     ) -> Table:
         return _equal(have, want) if equal else self.table(have, want, *_element(value))
 
-    def _may_be_off(self, node: fx.Node) -> bool:
-        """Whether other versions may be taken of what an operation computes, or none."""
-        of = self.alternatives.of
-        return node in self.alternatives.pieces or any(v in of for v in values_of(node).values())
-
     def _version(self, node: fx.Node) -> int:
         value = self.alternatives.value(node)
         return self.alternatives.versions.get(value, (value,)).index(node)
@@ -274,7 +269,7 @@ class EnergyModel:
         now, found = self.choices.now, [0] * len(self.problem.sizes)
         on = self.alternatives.on(self.graph, now.taken)
         for node, at in self.of_option.items():
-            if node not in on and self._may_be_off(node):
+            if node not in on and node in self.alternatives.optional:
                 found[at] = self.problem.sizes[at] - 1
         for node, at in self.of_value.items():
             taken, states = now.taken.get(node, node), self.states_of[node]
@@ -312,7 +307,7 @@ class EnergyModel:
         """Plan versions that a decision does not take, as if they were taken and all else stayed."""
         kept = [[state] for state in states]
         for node, at in self.of_option.items():
-            if self._may_be_off(node):
+            if node in self.alternatives.optional:
                 kept[at] = [*range(self.problem.sizes[at])]
         for value, at in self.of_value.items():
             known = self.states_of[value]
