@@ -57,7 +57,7 @@ class PlanNames:
                 return names[what]
         near = nearest(what, list(dict.fromkeys(name for names in each for name in names)), 4)
         raise ValueError(
-            f"why: {what!r} is no input, output, label or source line of "
+            f"why: what={what!r} is no input, output, label or source line of "
             f"{self.program.name}; the nearest are {', '.join(map(repr, near))}."
         )
 
@@ -74,7 +74,7 @@ class PlanNames:
         names = {MOVED.of(node) for node in own if MOVED.on(node)}
         if not names:
             raise ValueError(
-                f"why: {record} is no collective that the plan of {self.program.name} chose: it is "
+                f"why: what={record} is no collective that the plan of {self.program.name} chose: it is "
                 "not one of its .collectives, or it is sent within an operation or between stages."
             )
         return [node for node in self.plan.graph.nodes if node.name in names]
