@@ -9,7 +9,7 @@ from typing import Any
 
 from torchard.functional.machines.machine import Link, Machine
 
-__all__ = ["AxisWork", "PerIteration", "Record", "Records", "Work"]
+__all__ = ["AxisWork", "PerIteration", "Record", "Records", "Work", "titled_table"]
 
 
 class PerIteration:
@@ -160,3 +160,10 @@ class Work:
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
             for row in rows
         )
+
+
+def titled_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in aligned columns; the first names them, and is underlined."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * n for n in widths), *lines[1:]])

@@ -16,7 +16,7 @@ from torchard.functional.costs.seconds import seconds_of
 from torchard.functional.execution.sequencing import RankList
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.records import Record, Records
+from torchard.functional.programs.records import Record, Records, titled_table
 from torchard.functional.programs.tags import COLLECTIVE, SCOPE, SOURCE, TASK, VAL
 from torchard.functional.reports.clock import COMPUTE, Interval, RankTimeline, timelines
 from torchard.functional.reports.work import work_of
@@ -58,9 +58,7 @@ class Exposed(Record):
         ]
         if not any(r.rank for r in records):
             rows = [row[:-1] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([lines[0], "  ".join("-" * n for n in widths), *lines[1:]])
+        return titled_table(rows)
 
     def __str__(self) -> str:
         return f"{duration(self.seconds)} of {self.record} at {self.source}"

@@ -11,6 +11,7 @@ difference between solution and bound, among which the minimum is (reduced-cost 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -58,13 +59,7 @@ def solved(problem: Terms, budget: SweepBudget) -> Bounded:
     Raises:
         TooWide: the smallest beam is too wide, or too little of the budget is left.
     """
-    try:
-        cost, states = minimum(problem)
-        return Bounded(cost, states, cost)
-    except TooWide:
-        chains = Elimination(problem, most=_NEIGHBOURS)
-    cost, states, bound = _near(chains.rest, budget)
-    return Bounded(chains.value + cost, chains.states(states), chains.value + bound)
+    return _reduced(problem, lambda chains: _near(chains.rest, budget))
 
 
 def _near(problem: Terms, budget: SweepBudget) -> Bounded:
@@ -90,13 +85,19 @@ def proved(problem: Terms, near: list[int], budget: SweepBudget) -> Bounded:
     Raises:
         TooWide: so little of the budget is left that there is no bound.
     """
+    return _reduced(
+        problem, lambda chains: _raised(chains.rest, [near[v] for v in chains.left], budget)
+    )
+
+
+def _reduced(problem: Terms, of_rest: Callable[[Elimination], Bounded]) -> Bounded:
+    """The minimum, or what is found of the variables that are left when chains are eliminated."""
     try:
         cost, states = minimum(problem)
         return Bounded(cost, states, cost)
     except TooWide:
         chains = Elimination(problem, most=_NEIGHBOURS)
-    known = [near[v] for v in chains.left]
-    cost, states, bound = _raised(chains.rest, known, budget)
+    cost, states, bound = of_rest(chains)
     return Bounded(chains.value + cost, chains.states(states), chains.value + bound)
 
 

@@ -23,7 +23,6 @@ from torchard.sharding.rules import Call, rule_of
 
 __all__ = ["CARRIES", "Choices", "columns"]
 
-_MOST = 64  # layouts of a value, and options of an operation
 CARRIES = (enter, again, leave)
 Passed = tuple[tuple[str, frozenset[int]], ...]
 
@@ -49,7 +48,7 @@ class Choices:
         axes: tuple[str, ...],
         now: LayoutDecision,
         alternatives: Alternatives,
-        most: int = _MOST,
+        most: int,
     ) -> None:
         self.sizes, self.axes, self.now, self.most = sizes, axes, now, most
         self.value, self._versions = alternatives.value, alternatives.versions

@@ -29,7 +29,6 @@ __all__ = ["ModelTerm", "PlanCosts", "PlanSpace"]
 ModelTerm = tuple[tuple[int, ...], Table]
 _OPTIONS = 400  # of an operation, and layouts of a value
 _PLACES = 700  # of a value
-_RESHARDS = 40_000  # pairs of layouts
 _SWEEPS = 1_000_000  # of a small term: ten seconds
 _EQUAL = 1e-6  # of a plan's seconds: where another plan gains less, the plan itself is meant
 
@@ -46,7 +45,6 @@ class PlanCosts:
         given = replace(plan.given, on=plan.given.on or plan.given.machine)
         self.plan, self.sizes = plan, sizes
         self.energy = Energy(plan.graph, given, sizes)
-        self.energy.reshards = Reshards(sizes, self.energy.machine, _RESHARDS)
         self.energy.budget = SweepBudget(_SWEEPS)
         self._reshards = Reshards(sizes, self.energy.machine, sys.maxsize)  # of this plan: few
         self.decision = self._settled(plan.decision)

@@ -35,7 +35,7 @@ __all__ = [
     "planned_with",
     "saved_by",
     "with_other_layout",
-        "without_collective",
+    "without_collective",
 ]
 
 _REDUCTIONS = ("all_reduce", "psum_scatter")
@@ -105,7 +105,7 @@ def saved_by(space: PlanSpace, node: fx.Node, tied: Collection[int], spec: Layou
     choices.now = replace(choices.now, outputs=new)
     energy = copy.copy(space.costs.energy)
     energy.given = given
-    model = EnergyModel(energy, choices)
+    model = EnergyModel(energy, choices, space.model.most_in_two)
     return space.best.cost - solved(model.problem, energy.budget).cost
 
 

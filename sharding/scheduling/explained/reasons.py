@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchard.functional.programs.records import Record
+from torchard.functional.programs.records import Record, titled_table
 from torchard.functional.reports.time import duration
 from torchard.sharding.scheduling.explained.changes import PlanChange
 from torchard.sharding.values.spec import P
 
-__all__ = ["PlanReason", "SpecGain", "aligned"]
+__all__ = ["PlanReason", "SpecGain"]
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,7 @@ class SpecGain(Record):
             (r.path, str(r.spec), str(r.other), duration(-r.change.seconds), f"{r.change.bytes:+,}")
             for r in records
         ]
-        return aligned(rows)
+        return titled_table(rows)
 
     def __str__(self) -> str:
         return f"{self.path} as {self.other}, not {self.spec}: {self.change}"
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows as a table; the first names its columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * n for n in widths), *lines[1:]])

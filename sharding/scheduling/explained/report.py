@@ -13,7 +13,7 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.machines.machine import Machine
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.records import Records
+from torchard.functional.programs.records import Records, titled_table
 from torchard.functional.programs.tags import LAYOUT, SOURCE, VAL
 from torchard.functional.reports.text import value_text
 from torchard.functional.reports.time import duration
@@ -38,7 +38,7 @@ from torchard.sharding.scheduling.explained.others import (
     with_other_layout,
     without_collective,
 )
-from torchard.sharding.scheduling.explained.reasons import PlanReason, SpecGain, aligned
+from torchard.sharding.scheduling.explained.reasons import PlanReason, SpecGain
 from torchard.sharding.values.mesh import Mesh
 from torchard.sharding.values.spec import spec_of
 
@@ -371,7 +371,7 @@ class PlanReport:
             for (kind, source, size), (seconds, count) in order[:_LISTED]
         ]
         more = len(order) - _LISTED
-        return ["", aligned(rows), *([f"{more} more"] if more > 0 else [])]
+        return ["", titled_table(rows), *([f"{more} more"] if more > 0 else [])]
 
     def _cheaper(self) -> list[str]:
         """The table of better specs."""

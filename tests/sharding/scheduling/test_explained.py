@@ -32,6 +32,7 @@ from torchard import (
     trace,
 )
 from torchard.functional.machines.presets import PLANNING
+from torchard.sharding.planning.minimum import model as minimized_model
 from torchard.sharding.scheduling.explained import model
 
 ENDLESS = float("inf")
@@ -195,7 +196,7 @@ def test_a_better_plan_is_named() -> None:
 
 
 def test_where_other_plans_are_too_many_there_is_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "_RESHARDS", 3)
+    monkeypatch.setattr(minimized_model, "_RESHARDS", 3)
     plan = shard(mlp, TP, **MEGATRON).lower(*shapes(8, 8, 8, 8)).plan
     assert plan.bound is plan.gap is plan.better is None
     assert "no bound: too many plans along tp\n" in str(plan) and "other specs are too many" in str(plan)
