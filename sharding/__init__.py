@@ -22,7 +22,7 @@ from torchard.sharding.manual.collective_api import (
 from torchard.sharding.norms import clip_by_global_norm, global_norm
 from torchard.sharding.pipeline import pipeline
 from torchard.sharding.pipelining.schedules import PipelineSchedule, Task
-from torchard.sharding.planning.plan import IdleAxisWarning
+from torchard.sharding.planning.propagation.plan import IdleAxisWarning
 from torchard.sharding.redistribute import place, redistribute
 from torchard.sharding.register_decomposition import register_decomposition
 from torchard.sharding.rule_check import register_rule

@@ -38,7 +38,7 @@ from torchard.sharding.planning.constraints import (
 )
 from torchard.sharding.planning.decision import BATCH, DERIVED, PARAMETER, Given
 from torchard.sharding.planning.manual_options import check_local, local_operations, may_leave_as
-from torchard.sharding.planning.plan import warn_of_idle_axes
+from torchard.sharding.planning.propagation.plan import warn_of_idle_axes
 from torchard.sharding.planning.updates import after_backward, source_of, updated_inputs
 from torchard.sharding.scheduling.added_sums import add_before_reducing
 from torchard.sharding.scheduling.casts import send_narrowly

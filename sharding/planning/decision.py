@@ -27,6 +27,7 @@ __all__ = [
     "PARAMETER",
     "Given",
     "LayoutDecision",
+    "Plan",
     "Relation",
     "seconds_per_point",
     "work_of",
@@ -140,6 +141,15 @@ class LayoutDecision:
     def total(self, machine: Machine) -> float:
         """The cost by which plans are compared: the seconds of sending and of working."""
         return self.bytes / machine.link.bandwidth + self.work
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A global graph and the layout of every value in it."""
+
+    graph: fx.Graph
+    given: Given
+    decision: LayoutDecision
 
 
 def work_of(node: fx.Node, machine: Machine) -> float:

@@ -25,7 +25,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import SOURCE
 from torchard.sharding.layouts.factors import Factors, Rule
 from torchard.sharding.layouts.layout import Dim, Layout, Sizes, Sub, merge, refine
-from torchard.sharding.layouts.options import Option, options
+from torchard.sharding.layouts.options import Option, build, options
 from torchard.sharding.manual.manual_collectives import Enter, Leave, Move, manual_around, move_of
 from torchard.sharding.manual.varying_axes import manual_in_graph, varying_in_graph
 from torchard.sharding.rules import Call
@@ -52,6 +52,20 @@ class ManualConstraint:
     out: Axes
     manual: Axes
     move: Move | None = None
+
+    def applied(self, option: Option, sizes: Sizes) -> Option:
+        """An option along the other axes, with what is fixed along manual ones."""
+        return _with_varying(self, option, sizes)
+
+    def free(self, option: Option, sizes: Sizes) -> Option:
+        """The option along the other axes of which one is what `applied` gives."""
+        free = build(option.rule, option.axes, option.passed, sizes)
+        assert free is not None
+        return free
+
+    def among(self, found: Sequence[Option], sizes: Sizes) -> tuple[Option, ...]:
+        """Those options along the other axes that use no manual one, with what is fixed along these."""
+        return tuple(_with_varying(self, o, sizes) for o in found if not self.manual & _used(o))
 
     def options(
         self, rule: Rule, ins: Sequence[Layout], wished: Sequence[Layout], sizes: Sizes

@@ -1,14 +1,14 @@
-"""A plan, or the minimum along its axes (`planning/minimum/`) if that is better.
+"""The plan of a program: on a given machine, the minimum of its time (`planning/minimum/`).
 
-On a machine that is given, the plan is better that takes less time. Without one, a plan may send less by
-more collectives, or by computing more; so it replaces another one if it takes as many collectives or
-fewer, and less time on a machine that computes fast and on one that does not.
+Without one, the plan by propagation (`planning/propagation/`), or the minimum along its axes if that is
+better. A minimum may send less by more collectives, or by computing more; so it replaces a plan if it
+takes as many collectives or fewer, and less time on a machine that computes fast and on one that does
+not.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,26 +17,17 @@ from torch import fx
 from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.tags import COLLECTIVE, VAL
-from torchard.sharding.planning.decision import Given, seconds_per_point
-from torchard.sharding.planning.minimum.alternatives import settled, with_alternatives
-from torchard.sharding.planning.minimum.minimum import improved
+from torchard.sharding.planning.decision import Given, Plan, seconds_per_point
+from torchard.sharding.planning.minimum.minimum import minimized
 from torchard.sharding.planning.minimum.model import link_within
-from torchard.sharding.planning.plan import (
-    Plan,
-    choose,
-    copy_graph,
-    gathered_axes,
-    given_in,
-    lost_axes,
-)
-from torchard.sharding.planning.propagate import propagate
+from torchard.sharding.planning.minimum.plan import planned
+from torchard.sharding.planning.propagation.plan import choose, gathered_axes, lost_axes
 from torchard.sharding.scheduling.partition import partition
 from torchard.sharding.values.mesh import Mesh
 
 __all__ = ["Figures", "improved_plan"]
 
-_SLOWER = (1.0, 16.0)  # how many times as long computing takes
-_LITTLE = 1e-9  # of the time on a given machine: plans that are equal stay
+_SLOWER = (1.0, 8.0)  # how many times as long computing takes
 _MOST = 0.6  # of what another plan sends or computes: where less is gained, plans by rules stay
 
 
@@ -55,11 +46,6 @@ class Figures(NamedTuple):
     calls: int
     latency: float
     work: float
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of the plan, if nothing overlaps."""
-        return self.sending + self.latency + self.work
 
     def dominates(self, other: Figures) -> bool:
         """Whether a plan is faster than another on each machine, and much less is sent or computed."""
@@ -88,50 +74,37 @@ class _Candidate:
     def or_better(self, plan: Plan) -> _Candidate:
         """This one, or another plan if that is better."""
         new = _Candidate(plan, self.mesh)
-        if plan.given.on:
-            better = new.figures.seconds < self.figures.seconds * (1 - _LITTLE)
-        else:
-            lost, known = lost_axes(plan, self.mesh), lost_axes(self.plan, self.mesh)
-            better = new.figures.dominates(self.figures) and lost <= known
-        return new if better else self
+        lost, known = lost_axes(plan, self.mesh), lost_axes(self.plan, self.mesh)
+        return new if new.figures.dominates(self.figures) and lost <= known else self
 
 
 def improved_plan(graph: fx.Graph, given: Given, mesh: Mesh) -> tuple[Plan, fx.Graph]:
-    """The plan of a program, and its SPMD graph; operations on local values are not planned again.
+    """The plan of a program, and its SPMD graph.
 
-    On a given machine each operation that comes apart may be whole, too, and apart where rules leave it.
+    Without a machine, operations on local values are not planned again.
     """
+    if given.on:
+        plan = planned(graph, given, mesh)
+        return plan, partition(plan.graph, plan.given, plan.decision, mesh.sizes)
     best = _Candidate(choose(graph, given, mesh), mesh)
     axes = [] if given.local else _free_axes(given, mesh)
     if axes:
         plan = best.plan
-        decision = improved(plan.graph, plan.given, mesh.sizes, plan.decision, axes)
-        if decision is not plan.decision:
-            best = best.or_better(replace(plan, decision=decision))
-    if axes and given.on:
-        outputs = best.plan.decision.outputs
-        best = best.or_better(_with_alternatives(graph, replace(given, outputs=outputs), axes, mesh))
+        known = replace(plan.given, outputs=plan.decision.outputs)
+        found = minimized(plan.graph, known, mesh.sizes, plan.decision, axes)
+        if found.decision is not plan.decision:
+            best = best.or_better(replace(plan, decision=found.decision))
     return best.plan, best.spmd
 
 
 def _free_axes(given: Given, mesh: Mesh) -> list[str]:
     """The axes along which a plan may be improved.
 
-    Axes that split nothing that is given stay idle. Unless a machine is given, parameters are gathered
-    along axes that split them and the rows of a batch, however few the rows are.
+    Axes that split nothing that is given stay idle. Along axes that split them and the rows of a batch,
+    parameters are gathered, however few the rows are.
     """
-    free = given.split_axes(mesh.sizes) - (frozenset() if given.on else gathered_axes(given))
+    free = given.split_axes(mesh.sizes) - gathered_axes(given)
     return [a for a in mesh.axes if a in free and mesh.shape[a] > 1]
-
-
-def _with_alternatives(graph: fx.Graph, given: Given, axes: Sequence[str], mesh: Mesh) -> Plan:
-    """The minimum in which each operation that comes apart is whole or apart."""
-    graph, env = copy_graph(graph)
-    given = given_in(given, env, graph)
-    alternatives = with_alternatives(graph, given, mesh.sizes, axes)
-    start = propagate(graph, given, mesh.sizes, 1)
-    decision = improved(graph, given, mesh.sizes, start, axes, alternatives, pairs=True)
-    return Plan(graph, given, settled(graph, decision, alternatives))
 
 
 def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:

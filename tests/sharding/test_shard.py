@@ -30,7 +30,7 @@ from torchard import (
     shard,
 )
 from torchard.functional.programs.tags import LAYOUT
-from torchard.sharding.planning.plan import choose
+from torchard.sharding.planning.propagation.plan import choose
 from torchard.sharding.scheduling import improved
 
 MESH = Mesh({"dp": 2, "tp": 3}, virtual=True)

@@ -81,6 +81,10 @@ LINALG: dict[Any, list[Sample]] = {
         near(x(40, 3), x(4, 3), 2.0, None),
         near(x(5, 3), x(4, 3), 1.0, 0),
     ],
+    aten._euclidean_dist.default: [
+        near(x(2, 5, 3), 2 + x(2, 4, 3)),
+        near(x(40, 3), 2 + x(4, 3)),
+    ],
     aten._cdist_backward.default: [
         near(x(2, 5, 4), a := x(2, 5, 3), b := x(2, 4, 3), 2.0, torch.cdist(a, b)),
     ],

@@ -35,7 +35,8 @@ from torch import fx
 from torchard.functional.core.errors import RetraceWarning
 from torchard.sharding import Mesh, P, place, shard
 from torchard.sharding.decompositions.decompose import comes_apart
-from torchard.sharding.planning.plan import Plan, choose
+from torchard.sharding.planning.decision import Plan
+from torchard.sharding.planning.propagation.plan import choose
 from torchard.sharding.rules import lookup
 from torchard.sharding.scheduling import improved
 from torchard.sharding.testing import random_spec

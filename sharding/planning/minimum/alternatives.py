@@ -37,6 +37,7 @@ __all__ = [
     "Alternatives",
     "Place",
     "States",
+    "index_of",
     "settled",
     "source_of",
     "values_of",
@@ -225,6 +226,11 @@ def values_of(node: fx.Node) -> dict[int, fx.Node]:
             result_index(user): user for user in node.users if hasattr(VAL.get(user), "shape")
         }
     return {0: node}
+
+
+def index_of(value: fx.Node) -> int:
+    """The number of a value among the results of the operation that computes it."""
+    return result_index(value) if value.target is operator.getitem else 0
 
 
 def source_of(value: fx.Node) -> fx.Node:

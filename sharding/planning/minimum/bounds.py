@@ -1,47 +1,50 @@
 """A minimum where exact elimination is too wide: near it, with a lower bound that says how near.
 
 First, variables with few neighbours are eliminated, which is exact. Of the rest, the bound is the dual of
-the linear relaxation, by block-coordinate ascent (MPLP: Globerson & Jaakkola,
-"Fixing Max-Product", NIPS 2007): each term of two variables hands half of its smallest cost in each state
-to either of them. What a state then costs at least, beside the best one of its variable, says which
-states to keep: the cheapest few, a beam, give a solution, and with that all whose excess is at most the
-difference between solution and bound, among which the minimum is (reduced-cost fixing).
+the linear relaxation, by sequential tree-reweighted messages (TRW-S: Kolmogorov, "Convergent
+Tree-Reweighted Message Passing for Energy Minimization", PAMI 2006). At any time the messages give
+- a solution: each variable, from the last, in the state that costs least beside those after it;
+- a bound: each variable's costs are dealt out to its terms, and each term costs at least its minimum;
+- what a state costs at least beside the best one of its variable. If that is more than the difference
+  between solution and bound, the state is in no better solution (reduced-cost fixing). The minimum is
+  among the other states, which soon are so few that it is found exactly.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from torchard.sharding.planning.minimum.elimination import (
+    LARGEST,
     Elimination,
     Table,
     Terms,
     TooWide,
     minimum,
-    order,
 )
 
-__all__ = ["Bounded", "SweepBudget", "proved", "restricted", "solved"]
+__all__ = ["Bounded", "SweepBudget", "restricted", "solved"]
 
-_SWEEPS, _STALLS = 60, 1e-4
-_FEW = 20  # sweeps: after fewer, a bound says little
-_BEAMS = (8, 5, 3)  # states of each variable
+_EACH = 10  # sweeps between two bounds
+_RISES = 1e-4  # of itself: where the bound rises by less from one to the next, the search ends
+_SHARE = 0.4  # of what is left of the budget, for one bound
+_QUICKLY = 200_000  # entries of a table
 _NEIGHBOURS = 2  # of a variable that is eliminated exactly: what is left has terms of two variables
 _SMALL = 2500  # entries of a term
+_SMALLEST_PART = 1e-6  # of the difference: states that cost no more beside the best are equal to it
 _ROUNDING = 1e-12  # of the sum of all terms
 
 
 class SweepBudget:
-    """The work that bounds of one program may take: how often a small term may hand on costs.
+    """The work that bounds of one program may take, in messages of small terms, each of which takes 4 µs.
 
-    It does so in 10 µs, so by default bounds take at most two seconds, however large a program is.
+    By default it takes at most three seconds, however large a program is.
     """
 
-    def __init__(self, left: int = 200_000) -> None:
+    def __init__(self, left: int = 800_000) -> None:
         self.left = left
 
 
@@ -53,82 +56,72 @@ class Bounded(NamedTuple):
     bound: float
 
 
-def solved(problem: Terms, budget: SweepBudget) -> Bounded:
+def solved(
+    problem: Terms,
+    budget: SweepBudget,
+    known: list[int] | None = None,
+    largest: int = LARGEST,
+) -> Bounded:
     """The minimum, or a solution near it.
 
-    Raises:
-        TooWide: the smallest beam is too wide, or too little of the budget is left.
-    """
-    return _reduced(problem, lambda chains: _near(chains.rest, budget))
-
-
-def _near(problem: Terms, budget: SweepBudget) -> Bounded:
-    # A beam's width depends on its size alone, so it is known before a bound is.
-    few = [min(size, _BEAMS[-1]) for size in problem.sizes]
-    order(few, [scope for scope, _ in problem.terms])
-    dual = _Dual(problem, budget)
-    near = _within(problem, *(dual.cheapest(count) for count in _BEAMS))
-    kept = dual.within(near)
-    try:
-        cost, states = restricted(problem, kept)
-    except TooWide:
-        return near._replace(bound=dual.bound)
-    return Bounded(cost, states, cost)
-
-
-def proved(problem: Terms, near: list[int], budget: SweepBudget) -> Bounded:
-    """The minimum, or else the best solution known, with a bound that is raised as long as it rises.
-
     Args:
-        near: a solution.
+        known: a solution, than which none is returned that costs more.
+        largest: entries of a table: where more are needed, elimination is too wide.
 
     Raises:
-        TooWide: so little of the budget is left that there is no bound.
+        TooWide: too little of the budget is left.
     """
-    return _reduced(
-        problem, lambda chains: _raised(chains.rest, [near[v] for v in chains.left], budget)
-    )
-
-
-def _reduced(problem: Terms, of_rest: Callable[[Elimination], Bounded]) -> Bounded:
-    """The minimum, or what is found of the variables that are left when chains are eliminated."""
     try:
-        cost, states = minimum(problem)
+        cost, states = minimum(problem, largest)
         return Bounded(cost, states, cost)
     except TooWide:
         chains = Elimination(problem, most=_NEIGHBOURS)
-    cost, states, bound = of_rest(chains)
+    known = None if known is None else [known[v] for v in chains.left]
+    cost, states, bound = _near(chains.rest, budget, known, largest)
     return Bounded(chains.value + cost, chains.states(states), chains.value + bound)
 
 
-def _raised(problem: Terms, known: list[int], budget: SweepBudget) -> Bounded:
-    dual, before = _Dual(problem, budget), -np.inf
-    near = Bounded(problem.cost(known), known, -np.inf)
-    while dual.bound > before:
-        with contextlib.suppress(TooWide):
-            beams = (dual.cheapest(count) for count in _BEAMS)
-            near = min(near, _within(problem, *beams), key=lambda found: found.cost)
-        with contextlib.suppress(TooWide):
-            cost, states = restricted(problem, dual.within(near))
-            return Bounded(cost, states, cost)
+def _near(
+    problem: Terms, budget: SweepBudget, known: list[int] | None, largest: int
+) -> Bounded:
+    near = Bounded(np.inf, [], -np.inf)
+    if known is not None:
+        near = Bounded(problem.cost(known), known, -np.inf)
+    dual, before = _Dual(problem, near.cost), -np.inf
+    work = _EACH * dual.work
+    least = max(min(budget.left * (1 - _SHARE), budget.left - work), 0)
+    while dual.bound - before > _RISES * abs(dual.bound) or before == -np.inf:
+        if budget.left - work < least:
+            break
+        budget.left -= work
         before = dual.bound
+        dual.improve(_EACH)
+        states = dual.solution()
+        if (cost := problem.cost(states)) < near.cost or not near.states:
+            near = Bounded(cost, states, -np.inf)
         with contextlib.suppress(TooWide):
-            dual.ascend(budget, stalls=0.0)
+            cost, states = restricted(problem, dual.within(near), min(largest, _QUICKLY))
+            return Bounded(cost, states, cost)
+    if not dual.excess:
+        raise TooWide
+    return _among_the_best(problem, dual, near, largest)
+
+
+def _among_the_best(problem: Terms, dual: _Dual, near: Bounded, largest: int) -> Bounded:
+    """The best solution among states of little excess, of as many as may be searched."""
+    part = 1.0
+    while part > _SMALLEST_PART:
+        with contextlib.suppress(TooWide):
+            cost, states = restricted(problem, dual.within(near, part), largest)
+            found = Bounded(cost, states, dual.bound if part < 1.0 else cost)
+            return found if cost < near.cost or part == 1.0 else near._replace(bound=dual.bound)
+        part /= 2
     return near._replace(bound=dual.bound)
 
 
-def _within(problem: Terms, *beams: list[list[int]]) -> Bounded:
-    """The minimum in the first beam that is not too wide."""
-    for beam in beams:
-        try:
-            cost, states = restricted(problem, beam)
-        except TooWide:
-            continue
-        return Bounded(cost, states, -np.inf)
-    raise TooWide
-
-
-def restricted(problem: Terms, kept: list[list[int]]) -> tuple[float, list[int]]:
+def restricted(
+    problem: Terms, kept: list[list[int]], largest: int = LARGEST
+) -> tuple[float, list[int]]:
     """The minimum over some states of each variable.
 
     Raises:
@@ -142,80 +135,110 @@ def restricted(problem: Terms, kept: list[list[int]]) -> tuple[float, list[int]]
         if key not in tables:
             tables[key] = table[np.ix_(*some)]
         part.add(scope, tables[key])
-    cost, states = minimum(part)
+    cost, states = minimum(part, largest)
     return cost, [kept[v][state] for v, state in enumerate(states)]
 
 
-class _Dual:
-    """The dual bound of a problem, and the least costs of states that it gives.
+def _sum_of_largest(problem: Terms) -> float:
+    return sum(float(t[np.isfinite(t)].max(initial=0.0)) for _, t in problem.terms) or 1.0
 
-    Raises:
-        TooWide: too little of the budget is left.
+
+class _Dual:
+    """Messages between variables: how much of its costs each has handed to its neighbours.
+
+    Args:
+        most: what a solution costs: no term of a better one costs more.
 
     Attributes:
-        least: for each variable, what terms of others have handed to its states, with its own costs.
+        work: of a sweep, in messages of small terms.
         bound: no solution costs less.
+        excess: for each variable, what its states cost at least beside the best one.
     """
 
-    def __init__(self, problem: Terms, budget: SweepBudget) -> None:
-        self.least = [np.zeros(size) for size in problem.sizes]
+    def __init__(self, problem: Terms, most: float) -> None:
+        own = [np.zeros(size) for size in problem.sizes]
         # In the place of infinity: of a much larger number, rounding would leave nothing of a cost.
-        self.most = sum(float(t[np.isfinite(t)].max(initial=0.0)) for _, t in problem.terms) or 1.0
+        self.most = min(most, _sum_of_largest(problem))
         pairs: dict[tuple[int, int], Table] = {}
         for scope, table in problem.terms:
             finite = np.minimum(table, self.most)
             if len(scope) == 1:
-                self.least[scope[0]] += finite
-            elif scope in pairs or scope[::-1] not in pairs:
-                pairs[scope[0], scope[1]] = pairs.get((scope[0], scope[1]), 0.0) + finite
+                own[scope[0]] += finite
             else:
-                pairs[scope[1], scope[0]] = pairs[scope[1], scope[0]] + finite.T
-        self.pairs = list(pairs.items())
-        self.handed = [(np.zeros(len(t)), np.zeros(t.shape[1])) for _, t in self.pairs]
+                a, b = sorted(scope)
+                finite = finite if scope == (a, b) else finite.T
+                pairs[a, b] = pairs[a, b] + finite if (a, b) in pairs else finite
+        self.own = own
+        self.costs = [x.copy() for x in own]  # with what all neighbours have handed
+        self.after: list[list[tuple[int, Table]]] = [[] for _ in own]
+        self.before: list[list[tuple[int, Table]]] = [[] for _ in own]
+        self.handed: dict[tuple[int, int], Table] = {}
+        for (a, b), table in pairs.items():
+            self.after[a].append((b, table))
+            self.before[b].append((a, np.ascontiguousarray(table.T)))
+            self.handed[a, b], self.handed[b, a] = np.zeros(len(own[b])), np.zeros(len(own[a]))
+        near = [*zip(self.after, self.before, strict=True)]
+        self.share = [1 / max(len(after), len(before), 1) for after, before in near]
+        self.degree = [len(after) + len(before) for after, before in near]
+        self.work = 2 * sum(1 + table.size // _SMALL for table in pairs.values())
         self.bound = -np.inf
-        self.ascend(budget)
+        self.excess: list[Table] = []
 
-    def ascend(self, budget: SweepBudget, stalls: float = _STALLS) -> None:
-        """Raise the bound by some sweeps, as long as it rises by more than a part of itself."""
-        each = list(range(len(self.pairs)))
-        work = sum(1 + table.size // _SMALL for _, table in self.pairs)
-        sweeps = min(_SWEEPS, budget.left // max(work, 1))
-        if sweeps < _FEW:
-            raise TooWide
+    def improve(self, sweeps: int) -> None:
+        """Hand on costs, along the order of variables and back, and raise the bound."""
         for _ in range(sweeps):
-            budget.left -= work
-            for i in each:
-                self._hand(i)
-            each.reverse()
-            bound, before = self._bound(), self.bound
-            self.bound = max(bound, before)
-            if bound - before <= stalls * abs(bound):
-                break
+            for a, after in enumerate(self.after):
+                self._hand(a, after)
+            for a in reversed(range(len(self.before))):
+                self._hand(a, self.before[a])
+        self._certify()
 
-    def _hand(self, i: int) -> None:
-        (a, b), table = self.pairs[i]
-        to_a, to_b = self.handed[i]
-        rest_a, rest_b = self.least[a] - to_a, self.least[b] - to_b
-        joint = table + rest_a[:, None] + rest_b
-        half_a, half_b = joint.min(1) / 2, joint.min(0) / 2
-        self.handed[i] = half_a - rest_a, half_b - rest_b
-        self.least[a], self.least[b] = half_a, half_b
+    def _hand(self, a: int, near: list[tuple[int, Table]]) -> None:
+        part = self.share[a] * self.costs[a]
+        for b, table in near:
+            new = (table + (part - self.handed[b, a])[:, None]).min(0)
+            new -= new.min()
+            self.costs[b] += new - self.handed[a, b]
+            self.handed[a, b] = new
 
-    def _bound(self) -> float:
-        rest = sum(
-            float((table - to_a[:, None] - to_b).min())
-            for (_, table), (to_a, to_b) in zip(self.pairs, self.handed, strict=True)
-        )
-        return rest + sum(float(x.min()) for x in self.least)
+    def _certify(self) -> None:
+        """The bound, if each variable gives each of its terms an equal part of its costs."""
+        parts = [x / max(n, 1) for x, n in zip(self.costs, self.degree, strict=True)]
+        excess, bound = [np.zeros(len(x)) for x in self.own], 0.0
+        for a, after in enumerate(self.after):
+            if not self.degree[a]:
+                excess[a], bound = self.own[a] - self.own[a].min(), bound + float(self.own[a].min())
+            for b, table in after:
+                to_a, to_b = parts[a] - self.handed[b, a], parts[b] - self.handed[a, b]
+                costs = table + to_a[:, None] + to_b
+                least = float(costs.min())
+                bound += least
+                excess[a] += costs.min(1) - least
+                excess[b] += costs.min(0) - least
+        if bound > self.bound:
+            self.bound, self.excess = bound, excess
 
-    def cheapest(self, count: int) -> list[list[int]]:
-        """The states of each variable that may cost least, in order."""
-        return [sorted(np.argsort(x, kind="stable")[:count].tolist()) for x in self.least]
+    def solution(self) -> list[int]:
+        """Each variable, from the last, in the state that costs least beside those after it."""
+        states = [0] * len(self.own)
+        for a in reversed(range(len(self.own))):
+            costs = self.own[a].copy()
+            for b, table in self.after[a]:
+                costs += table[:, states[b]]
+            for b, _ in self.before[a]:
+                costs += self.handed[b, a]
+            states[a] = int(costs.argmin())
+        return states
 
-    def within(self, near: Bounded) -> list[list[int]]:
-        """The states of each variable in a solution, and all that may be in one of a smaller cost."""
-        gap = near.cost - self.bound + _ROUNDING * self.most
-        kept = [x - x.min() <= gap for x in self.least]
+    def within(self, near: Bounded, part: float = 1.0) -> list[list[int]]:
+        """The states of each variable in a solution, and all that may be in one of a smaller cost.
+
+        Args:
+            part: of the difference to the bound that states may cost beside the best.
+        """
+        most = min(near.cost, self.most)  # of a solution that is allowed at all
+        gap = part * (most - self.bound) + _ROUNDING * self.most
+        kept = [x <= gap for x in self.excess]
         for some, state in zip(kept, near.states, strict=True):
             some[state] = True
         return [np.flatnonzero(some).tolist() for some in kept]

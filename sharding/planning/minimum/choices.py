@@ -52,7 +52,14 @@ class Choices:
     ) -> None:
         self.sizes, self.axes, self.now, self.most = sizes, axes, now, most
         self.value, self._versions = alternatives.value, alternatives.versions
-        self._relative = given.relative
+        self._relative, self._local = given.relative, given.local
+        values = output_values(graph)
+        self.cotangents: dict[int, list[fx.Node]] = defaultdict(list)  # by the output of their layout
+        self._tied: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node, known in given.inputs.items():
+            if isinstance(known, int) and given.outputs[known] is None:
+                self.cotangents[known].append(node)
+                self._tied[self.value(values[known])].append(node)
         self.options: dict[fx.Node, tuple[Option, ...]] = {}
         self.layouts: dict[fx.Node, dict[Layout, None]] = defaultdict(dict)
         self._in_parts: dict[fx.Node, list[Layout]] = defaultdict(list)
@@ -60,7 +67,7 @@ class Choices:
         self._waiting = dict.fromkeys(now.option)
         for node, layout in (*now.home.items(), *now.kept.items()):
             self._add(node, (layout,))
-        for value, layout in zip(output_values(graph), now.outputs, strict=True):
+        for value, layout in zip(values, now.outputs, strict=True):
             self._add(value, (layout,))
         while self._waiting:  # rules are cut where the layouts of values are, until none is new
             node = next(iter(self._waiting))
@@ -69,12 +76,7 @@ class Choices:
 
     def _visit(self, node: fx.Node) -> None:
         call = Call.of(node)
-        if node.target in CARRIES:
-            found = self._carried(node, call)
-        else:
-            found = _options(
-                rule_of(call), self.now.option[node], self._cuts(node, call), self.axes, self.sizes
-            )
+        found = self._carried(node, call) if node.target in CARRIES else self._options(node, call)
         if self.options.get(node) == found:
             return
         if len(found) > self.most:
@@ -85,6 +87,13 @@ class Choices:
             self._add(operand, layouts)
         for i, value in values_of(node).items():
             self._add(value, outs[i])
+
+    def _options(self, node: fx.Node, call: Call) -> tuple[Option, ...]:
+        option, local = self.now.option[node], self._local.get(node)
+        if local is not None:
+            option = local.free(option, self.sizes)
+        found = _options(rule_of(call), option, self._cuts(node, call), self.axes, self.sizes)
+        return found if local is None else local.among(found, self.sizes)
 
     def _add(self, value: fx.Node, layouts: Iterable[Layout]) -> None:
         """Add layouts of a value; operations that they may cut are visited again."""
@@ -97,7 +106,9 @@ class Choices:
                 self._relate(value, layout)
 
     def _relate(self, value: fx.Node, layout: Layout) -> None:
-        """Add the nearest allowed layouts of a value and of the constraints that read it."""
+        """Add the nearest allowed layouts of a value, of constraints that read it, and of cotangents."""
+        for node in self._tied.get(value, ()):
+            self._add(node, (layout.reduced(),))
         versions = self._versions.get(value, (value,))
         for node in (value, *(user for version in versions for user in version.users)):
             if node in self._relative:
@@ -132,6 +143,8 @@ class Choices:
             axes_of = factor_axes(cut, cut.outs[0], layout, self.sizes)
             axes = tuple(axes_of.get(f, ()) for f in range(len(cut.sizes)))
             option = build(cut, axes, (), self.sizes)
+            if option is not None and node in self._local:
+                option = next(iter(self._local[node].among([option], self.sizes)), None)
             if option is not None and option.outs == (layout,):
                 made[layout] = option
         return tuple(made.values())

@@ -4,24 +4,27 @@
 
 A variable is eliminated by minimizing over its states the sum of all terms that it is in, which is a term
 of its neighbours (Bertelè & Brioschi, "Nonserial Dynamic Programming", 1972; bucket elimination, Dechter
-1999). In the order of the smallest such sums, the work is exponential in the width of the graph, which
-for programs does not grow with their depth. Equal terms are combined once: layers repeat.
+1999). The order is that of the smallest such sums, or that in which the fewest entries are added
+(weighted min-fill: Kjaerulff, "Triangulation of Graphs", 1990). The work is exponential in the width of
+the graph, which for programs does not grow with their depth. Equal terms are combined once: layers
+repeat.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Elimination", "Table", "Terms", "TooWide", "minimum", "order"]
+__all__ = ["LARGEST", "Elimination", "Table", "Terms", "TooWide", "minimum", "order"]
 
 Table = npt.NDArray[np.float64]
-_LARGEST, _ALL = 4_000_000, 60_000_000  # entries of a table, and of all
+LARGEST, _ALL = 4_000_000, 60_000_000  # entries of a table, and of all
+_FEW = 200_000  # entries of a table: where that is enough, no other order is sought
 
 
 class TooWide(Exception):
@@ -73,54 +76,80 @@ class _Step(NamedTuple):
     best: npt.NDArray[np.intp]
 
 
-def minimum(problem: Terms) -> tuple[float, list[int]]:
+def minimum(problem: Terms, largest: int = LARGEST) -> tuple[float, list[int]]:
     """The smallest cost, and states that have it: of several, the first in order.
+
+    Args:
+        largest: entries of a table.
 
     Raises:
         TooWide: a table would be too large.
     """
-    whole = Elimination(problem)
+    whole = Elimination(problem, largest=largest)
     return whole.value, whole.states(())
 
 
 def order(
-    sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], most: float = math.inf
+    sizes: Sequence[int],
+    scopes: Collection[tuple[int, ...]],
+    most: float = math.inf,
+    largest: int = LARGEST,
 ) -> list[tuple[int, ...]]:
     """Each variable, when it is eliminated, with those that it then has terms with.
 
     Args:
         most: variables with more neighbours are not eliminated.
+        largest: entries of a table.
 
     Raises:
         TooWide: a table would be too large.
     """
+    found = _ordered(sizes, scopes, most, by_fill=False)
+    if _largest(sizes, found) > _FEW:
+        other = _ordered(sizes, scopes, most, by_fill=True)
+        found = min(found, other, key=lambda each: _largest(sizes, each))
+    if _largest(sizes, found) > largest:
+        raise TooWide
+    return found
+
+
+def _largest(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -> int:
+    return max((math.prod([sizes[v] for v in scope]) for scope in scopes), default=0)
+
+
+def _ordered(
+    sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], most: float, by_fill: bool
+) -> list[tuple[int, ...]]:
+    """An order by the sizes of sums, or by those of the terms that they add (weighted min-fill)."""
     near: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
         for v in scope:
             near[v].update(u for u in scope if u != v)
 
-    def size(v: int) -> int:
-        return math.prod([sizes[u] for u in near[v]], start=sizes[v])
+    def weight(v: int) -> tuple[int, int]:
+        each, added = [*near[v]], 0
+        if by_fill:
+            for i, a in enumerate(each):
+                added += sizes[a] * sum([sizes[b] for b in each[:i] if b not in near[a]])
+        return added, math.prod([sizes[u] for u in each], start=sizes[v])
 
-    queue = [(size(v), v) for v in range(len(sizes))]
+    queue = [(weight(v), v) for v in range(len(sizes))]
     heapq.heapify(queue)
     found: dict[int, tuple[int, ...]] = {}
     while queue:
         before, v = heapq.heappop(queue)
         if v in found:
             continue
-        if before != (now := size(v)):
+        if before != (now := weight(v)):
             heapq.heappush(queue, (now, v))
             continue
         if len(near[v]) > most:
             continue  # until a neighbour is eliminated
-        if now > _LARGEST:
-            raise TooWide
         found[v] = (v, *sorted(near[v]))
         for u in found[v][1:]:
             near[u] |= near[v]
             near[u].difference_update((u, v))
-            heapq.heappush(queue, (size(u), u))
+            heapq.heappush(queue, (weight(u), u))
     return list(found.values())
 
 
@@ -129,6 +158,7 @@ class Elimination:
 
     Args:
         most: variables with more neighbours are left.
+        largest: entries of a table.
 
     Attributes:
         value: what the eliminated variables cost apart from the others.
@@ -138,9 +168,11 @@ class Elimination:
         TooWide: a table would be too large.
     """
 
-    def __init__(self, problem: Terms, most: float = math.inf) -> None:
+    def __init__(
+        self, problem: Terms, most: float = math.inf, largest: int = LARGEST
+    ) -> None:
         self.sizes = problem.sizes
-        orders = order(problem.sizes, [scope for scope, _ in problem.terms], most)
+        orders = order(problem.sizes, [scope for scope, _ in problem.terms], most, largest)
         self.terms = {i: _Term(*term) for i, term in enumerate(problem.terms)}
         self.of: list[set[int]] = [set() for _ in self.sizes]
         for i, term in self.terms.items():

@@ -9,23 +9,32 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
+import numpy as np
 from torch import fx
 
 from torchard.sharding.layouts.layout import Sizes
 from torchard.sharding.planning.decision import Given, LayoutDecision
 from torchard.sharding.planning.minimum.alternatives import NONE, Alternatives
-from torchard.sharding.planning.minimum.bounds import proved, solved
+from torchard.sharding.planning.minimum.bounds import solved
 from torchard.sharding.planning.minimum.elimination import TooWide
 from torchard.sharding.planning.minimum.model import Energy, EnergyModel
 
-__all__ = ["improved"]
+__all__ = ["Minimized", "minimized"]
 
 _LITTLE = 1e-9
 _TURNS = 4  # times that each axis is tried
 
 
-def improved(
+class Minimized(NamedTuple):
+    """A decision, and its seconds in the model."""
+
+    decision: LayoutDecision
+    seconds: float
+
+
+def minimized(
     graph: fx.Graph,
     given: Given,
     sizes: Sizes,
@@ -34,41 +43,54 @@ def improved(
     alternatives: Alternatives = NONE,
     *,
     pairs: bool = False,
-) -> LayoutDecision:
+) -> Minimized:
     """A decision that no change along one of these axes improves, beginning with another.
 
     Args:
         pairs: whether then the axes are tried two at a time.
     """
-    energy, best = Energy(graph, given, sizes, alternatives), start
+    energy, best = Energy(graph, given, sizes, alternatives), Minimized(start, np.inf)
     waiting = deque(axes)
     for _ in range(_TURNS * len(waiting)):
         if not waiting:
             break
         axis = waiting.popleft()
-        better = _along(energy, (axis,), best)
-        if better is not None:
-            best = better
+        found = _along(energy, (axis,), best)
+        if found.decision is not best.decision:
             waiting.extend(a for a in axes if a not in waiting and a != axis)
+        best = found
     for pair in itertools.combinations(axes, 2) if pairs else ():
-        best = _along(energy, pair, best) or best
+        best = _along(energy, pair, best)
     return best
 
 
-def _along(energy: Energy, axes: tuple[str, ...], now: LayoutDecision) -> LayoutDecision | None:
-    """The cheapest decision that differs along some axes only; None if that is none."""
+def _along(energy: Energy, axes: tuple[str, ...], now: Minimized) -> Minimized:
+    """The cheapest decision that differs along some axes only, or the same one, if that is none.
+
+    First each value is in one layout, then some are in two, where there are few: that is along one axis.
+    """
     try:
-        model = EnergyModel(energy, energy.choices(axes, now))
-        states = model.states()
-        if len(axes) == 1:
-            found = solved(model.problem, energy.budget)
-        else:
-            found = proved(model.problem, states, energy.budget)
+        choices = energy.choices(axes, now.decision)
+        once = _solved(EnergyModel(energy, choices, most_in_two=0), now)
+        if not energy.given.on or len(axes) > 1:
+            return once
+        if once.decision is not now.decision:
+            choices = energy.choices(axes, once.decision)
+        return _solved(EnergyModel(energy, choices), once)
     except TooWide:
-        return None
-    if found.cost >= model.problem.cost(states) * (1 - _LITTLE):
-        return None
+        return now
+
+
+def _solved(model: EnergyModel, now: Minimized) -> Minimized:
+    states = model.states()
+    seconds = model.problem.cost(states)
+    try:
+        found = solved(model.problem, model.energy.budget, states)
+    except TooWide:
+        return now
+    if found.cost >= seconds * (1 - _LITTLE):
+        return now._replace(seconds=seconds)
     made = model.decision(found.states)
-    if energy.alternatives.versions:
+    if model.alternatives.versions:
         model.plan_others(made, found.states)
-    return made
+    return Minimized(made, found.cost)

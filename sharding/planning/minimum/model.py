@@ -7,9 +7,11 @@ which each operation reads the nearer:
 
 work is the time of the busiest rank, move that of the cheapest reshard (`layouts/reshard.py`): its bytes
 by the bandwidth of its axes, and a latency for each collective. What is in a loop counts as often as it
-runs. Inputs and constraints fix layouts, and outputs have those of the plan that is improved; a carry has
-one layout, and a cotangent that of its output. An operation that comes apart stands beside its
+runs. Inputs, constraints and specs of outputs fix layouts; other outputs have any without pending sums. A
+carry has one layout, and a cotangent that of its output. An operation that comes apart stands beside its
 decomposition (`alternatives.py`): v's state also says which of them computes it, and x_o may be off.
+
+A parameter that forward and backward read is gathered by each of them (`gathered_again.py`).
 
 Not in the sum: that a value which several operations read in one third layout is moved once, that a view
 is moved by its base, and that collectives are merged.
@@ -37,20 +39,23 @@ from torchard.sharding.planning.minimum.alternatives import (
     Alternatives,
     Place,
     States,
+    index_of,
     source_of,
     values_of,
 )
 from torchard.sharding.planning.minimum.bounds import SweepBudget, restricted
 from torchard.sharding.planning.minimum.choices import CARRIES, Choices, columns
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
+from torchard.sharding.planning.minimum.gathered_again import GatheredAgain
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.rules import Call
 
 __all__ = ["Energy", "EnergyModel", "link_within"]
 
 _SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
+_EARLY = 1e-15  # seconds of a sum completed before it must be: late ones are merged
 _FREE = 1e-11  # seconds of a move that sends nothing
-_RESHARDS, _FEW_RESHARDS = 40_000, 4000  # pairs of layouts, on a given machine and without one
+_RESHARDS = 40_000  # pairs of layouts
 _IN_TWO = 12  # layouts of a value that may be in two
 _OPTIONS = 64  # of an operation along one axis, and layouts of a value
 
@@ -64,9 +69,10 @@ class Energy:
         self.graph, self.given, self.sizes = graph, given, sizes
         self.alternatives = alternatives
         self.machine = given.target
-        self.reshards = Reshards(sizes, self.machine, _RESHARDS if given.on else _FEW_RESHARDS)
+        self.reshards = Reshards(sizes, self.machine, _RESHARDS)
         self._works: dict[object, Table] = {}
         self._tables: dict[object, Table] = {}
+        self.again = GatheredAgain(graph, given)
         self.budget = SweepBudget()
 
     def choices(self, axes: tuple[str, ...], now: LayoutDecision) -> Choices:
@@ -88,6 +94,7 @@ class Energy:
             costs = [o.cost(self.sizes) for o in options]
             moved = np.array([self._exchange(cost, item) * times(node) for cost in costs])
             kept = np.array([c.work * rate + c.volume * item * _SMALLEST for c in costs])
+            kept += [_EARLY * bool(o.rule.linear and not o.passed) for o in options]
             self._works[key] = moved + kept
         return self._works[key]
 
@@ -142,7 +149,8 @@ class EnergyModel:
         versions = len(self.alternatives.versions.get(value, (value,)))
         may_be_off = source_of(value) in self.alternatives.pieces
         states = self.states_of[value] = States(tuple(places), versions, may_be_off)
-        moves = [self._move(value, home, kept) for home, kept in states.places]
+        again = self.energy.again.times
+        moves = [self._move(value, *place) * again(value, *place) for place in states.places]
         costs = np.array([*moves * versions, *[0.0] * may_be_off])
         self.of_value[value] = self.problem.variable(self.energy.shared(costs))
 
@@ -152,7 +160,13 @@ class EnergyModel:
     def _input(self, node: fx.Node) -> None:
         """An input, or a cotangent, which has the layout of its output."""
         known = self.given.inputs[node]
-        self._given(node, self.choices.now.outputs[known] if isinstance(known, int) else known[0])
+        if isinstance(known, tuple):
+            self._given(node, known[0])
+        elif (fixed := self.given.outputs[known]) is not None:
+            self._given(node, fixed)
+        else:
+            layouts = [self.choices.now.outputs[known], *self.choices.layouts[node]]
+            self._new(node, dict.fromkeys((x, x) for x in layouts if not x.awaited))
 
     def _fixed(self, node: fx.Node) -> None:
         fixed = self.given.constraints[node]
@@ -162,7 +176,7 @@ class EnergyModel:
     def _given(self, node: fx.Node, home: Layout) -> None:
         """A value whose layout is given: all that read it in another one may share one move."""
         staying = node in self.choices.staying
-        others = [] if staying else [x for x in self.choices.layouts[node] if not x.pending]
+        others = [] if staying else [x for x in self.choices.layouts[node] if not x.awaited]
         self._new(node, dict.fromkeys([(home, home), *((home, x) for x in others)]))
 
     def _related(self, node: fx.Node) -> None:
@@ -170,7 +184,7 @@ class EnergyModel:
         (source,) = node.all_input_nodes
         at, states = self._value(source)
         staying, relation = node in self.choices.staying, self.given.relative[node]
-        layouts = [x for x in self.choices.layouts[node] if not x.pending]
+        layouts = [x for x in self.choices.layouts[node] if not x.awaited]
         allowed = [x for x in layouts if relation(x, self.energy.sizes) == x]
         places = [*((x, x) for x in allowed), self._now(node)]
         if not staying and len(layouts) <= self.most_in_two:
@@ -210,9 +224,12 @@ class EnergyModel:
             self._new(value, self._places(value, fixed))
         here, states = self._value(node)
         costs = self._table(outs, states.homes, node, fixed)
+        if node in self.energy.again:
+            again = self.energy.again.times
+            costs = costs * np.array([[again(node, x, y) for y in states.homes] for x in outs])
         if may_be_off:
-            costs = self.energy.shared(states.computed(costs, self._version(node)))
-        self.problem.add((at, here), costs)
+            costs = states.computed(costs, self._version(node))
+        self.problem.add((at, here), self.energy.shared(costs))
 
     def _places(self, value: fx.Node, fixed: bool) -> list[Place]:
         """Where a value may be: in one layout, or in two if moves either way send."""
@@ -223,7 +240,8 @@ class EnergyModel:
             return single
         if len(layouts) > self.most_in_two:
             return single
-        pairs = itertools.permutations(layouts, 2)
+        home, _ = self._now(value)
+        pairs = [pair for x in layouts for pair in ((home, x), (x, home)) if x is not home]
         return [*dict.fromkeys(single + [pair for pair in pairs if self._pays(value, *pair)])]
 
     def _now(self, value: fx.Node) -> Place:
@@ -232,7 +250,7 @@ class EnergyModel:
 
     def _pays(self, value: fx.Node, home: Layout, kept: Layout) -> bool:
         """Whether a value may be kept in a second layout: where it is whole, others are parts of it."""
-        if kept.pending or home.varying != kept.varying:
+        if kept.awaited or home.varying != kept.varying:
             return False
         return min(self._move(value, home, kept), self._move(value, kept, home)) > _FREE
 
@@ -255,7 +273,38 @@ class EnergyModel:
         return self.alternatives.versions.get(value, (value,)).index(node)
 
     def _output(self, i: int, value: fx.Node) -> None:
-        self._read_as(value, self.choices.now.outputs[i])
+        """An output, and the cotangent that has its layout."""
+        fixed = self.given.outputs[i]
+        if fixed is not None:
+            self._read_as(value, fixed)
+            return
+        at, states = self._value(value)
+        value = self.alternatives.value(value)
+        if source_of(value) not in self.of_option:
+            return self._passed(i, at, states)
+        for version in self.alternatives.versions.get(value, (value,)):
+            self._open(i, version)
+
+    def _passed(self, i: int, at: int, states: States) -> None:
+        """An open output that is an input or a constraint, and stays at home."""
+        for cotangent in self.choices.cotangents.get(i, ()):
+            here, own = self._value(cotangent)
+            self.problem.add((at, here), _equal(states.homes, own.homes))
+
+    def _open(self, i: int, value: fx.Node) -> None:
+        """An open output: what is computed has its layout, but for sums, which are completed."""
+        source, (at, states) = source_of(value), self._value(value)
+        made, off = self.of_option[source], source in self.alternatives.optional
+        outs = columns(self.choices.options[source])[1][index_of(value)]
+        layouts = tuple([x.reduced() for x in outs])
+        costs = states.read(self._read(states, layouts, value), off)
+        self.problem.add((at, made), self.energy.shared(costs))
+        for cotangent in self.choices.cotangents.get(i, ()):
+            here, own = self._value(cotangent)
+            costs = _equal(own.homes, layouts)
+            if off:
+                costs = np.pad(costs, ((0, 0), (0, 1)))
+            self.problem.add((here, made), self.energy.shared(costs))
 
     def _read_as(self, node: fx.Node, wanted: Layout) -> None:
         at, states = self._value(node)
@@ -274,18 +323,23 @@ class EnergyModel:
         for node, at in self.of_value.items():
             taken, states = now.taken.get(node, node), self.states_of[node]
             if taken in on or not states.may_be_off:
-                home = states.homes[0] if node in self.given.inputs else now.home[node]
+                home = self._now_home(node)
                 place = home, now.kept.get(node, home)
                 found[at] = states.index(place, self._version(taken))
             else:
                 found[at] = states.count - 1
         return found
 
+    def _now_home(self, node: fx.Node) -> Layout:
+        known = self.given.inputs.get(node)
+        if known is None:
+            return self.choices.now.home[node]
+        return self.choices.now.outputs[known] if isinstance(known, int) else known[0]
+
     def decision(self, states: list[int]) -> LayoutDecision:
         """The decision of a solution; what is off stays as it was."""
         now = self.choices.now
         made = LayoutDecision(option={**now.option}, raw={**now.raw}, home={**now.home})
-        made.outputs = now.outputs
         for node, at in self.of_option.items():
             if states[at] < len(self.choices.options[node]):
                 option = made.option[node] = self.choices.options[node][states[at]]
@@ -301,7 +355,19 @@ class EnergyModel:
                 made.kept[value] = place[1]
             if taken is not value:
                 made.taken[value] = taken
+        made.outputs = tuple(self._output_in(made, i) for i in range(len(self.outputs)))
         return made
+
+    def _output_in(self, made: LayoutDecision, i: int) -> Layout:
+        """The layout of an output in a decision; see `_open`."""
+        fixed = self.given.outputs[i]
+        if fixed is not None:
+            return fixed
+        value = self.alternatives.value(self.outputs[i])
+        taken = made.taken.get(value, value)
+        if (known := made.raw.get(source_of(taken))) is None:
+            return made.home[value].reduced()
+        return known[index_of(taken)].reduced()
 
     def plan_others(self, made: LayoutDecision, states: list[int]) -> None:
         """Plan versions that a decision does not take, as if they were taken and all else stayed."""
@@ -313,7 +379,7 @@ class EnergyModel:
             known = self.states_of[value]
             if known.may_be_off:
                 kept[at] = [*range(known.count)]
-            elif known.versions > 1 and not made.home[value].pending:
+            elif known.versions > 1 and not made.home[value].awaited:
                 kept[at] = known.other_versions(states[at])
         try:
             cost, found = restricted(self.problem, kept)

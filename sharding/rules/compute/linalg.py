@@ -134,6 +134,7 @@ register_rule(
     text="... i k, ... j k -> ... i j | whole k",
     emit=_emit_distances,
 )
+register_rule(aten._euclidean_dist.default, text="... i k, ... j k -> ... i j | whole k")
 register_rule(
     aten._cdist_backward.default,
     text="... i j, ... i k, ... j k, ... i j -> ... i k | reduce j sum | whole k | linear 0",

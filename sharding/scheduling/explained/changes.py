@@ -10,7 +10,7 @@ from torchard.functional.programs.records import Records
 from torchard.functional.programs.tags import COLLECTIVE
 from torchard.functional.reports.time import duration
 from torchard.sharding.layouts.layout import Sizes
-from torchard.sharding.planning.plan import Plan
+from torchard.sharding.planning.decision import Plan
 from torchard.sharding.scheduling.added_sums import add_before_reducing
 from torchard.sharding.scheduling.casts import send_narrowly
 from torchard.sharding.scheduling.collectives import Collective

@@ -14,14 +14,13 @@ from torch import fx
 from torchard.functional.programs.loops import times
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
-from torchard.sharding.planning.decision import LayoutDecision
+from torchard.sharding.planning.decision import LayoutDecision, Plan
 from torchard.sharding.planning.minimum.alternatives import NONE
-from torchard.sharding.planning.minimum.bounds import Bounded, SweepBudget, proved, solved
+from torchard.sharding.planning.minimum.bounds import Bounded, SweepBudget, solved
 from torchard.sharding.planning.minimum.choices import Choices
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.model import Energy, EnergyModel
 from torchard.sharding.planning.minimum.reshards import Reshards
-from torchard.sharding.planning.plan import Plan
 from torchard.sharding.scheduling.explained.moves import PlannedMove, given_layouts, moves
 
 __all__ = ["ModelTerm", "PlanCosts", "PlanSpace"]
@@ -42,7 +41,9 @@ class PlanCosts:
     """
 
     def __init__(self, plan: Plan, sizes: Sizes) -> None:
-        given = replace(plan.given, on=plan.given.on or plan.given.machine)
+        given = replace(
+            plan.given, on=plan.given.on or plan.given.machine, outputs=plan.decision.outputs
+        )
         self.plan, self.sizes = plan, sizes
         self.energy = Energy(plan.graph, given, sizes)
         self.energy.budget = SweepBudget(_SWEEPS)
@@ -56,8 +57,10 @@ class PlanCosts:
 
     def moving(self, move: PlannedMove) -> float:
         """The seconds of a move, as often as it is made."""
-        item = VAL.of(move.value).dtype.itemsize
-        return self._reshards.seconds(move.have, move.want, item, times(move.value))
+        item, often = VAL.of(move.value).dtype.itemsize, times(move.value)
+        if move.user is move.value:
+            often *= self.energy.again.times(move.value, move.have, move.want)
+        return self._reshards.seconds(move.have, move.want, item, often)
 
     def seconds(self, decision: LayoutDecision) -> float:
         """The seconds of a decision."""
@@ -140,7 +143,7 @@ class PlanSpace:
         Raises:
             TooWide: it takes too long to say.
         """
-        return proved(self.model.problem, self.states, self.costs.energy.budget)
+        return solved(self.model.problem, self.costs.energy.budget, self.states)
 
     def solved(self, *extra: ModelTerm) -> Bounded:
         """The cheapest plan, or one near it, with further terms; of equal ones, that most like the plan.

@@ -14,7 +14,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import COLLECTIVE, LOOP, NAME, SCOPE, SOURCE
 from torchard.sharding.layouts.tags import BUCKET, MOVED
 from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.planning.plan import Plan
+from torchard.sharding.planning.decision import Plan
 from torchard.sharding.scheduling.collectives import Collective
 
 __all__ = ["PlanNames"]

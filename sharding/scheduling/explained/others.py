@@ -16,12 +16,11 @@ from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.reshard import plan as steps_between
 from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.planning.decision import Given, LayoutDecision
+from torchard.sharding.planning.decision import Given, LayoutDecision, Plan
 from torchard.sharding.planning.minimum.alternatives import source_of, values_of
 from torchard.sharding.planning.minimum.bounds import Bounded, solved
 from torchard.sharding.planning.minimum.elimination import Table
 from torchard.sharding.planning.minimum.model import EnergyModel
-from torchard.sharding.planning.plan import Plan
 from torchard.sharding.rules import Call
 from torchard.sharding.scheduling.explained.model import ModelTerm, PlanSpace
 from torchard.sharding.scheduling.explained.moves import given_layouts

@@ -20,9 +20,9 @@ from torchard.functional.reports.time import duration
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.reshard import plan as steps_between
 from torchard.sharding.layouts.tags import SOFT
+from torchard.sharding.planning.decision import Plan
 from torchard.sharding.planning.minimum.bounds import Bounded
 from torchard.sharding.planning.minimum.elimination import TooWide
-from torchard.sharding.planning.plan import Plan
 from torchard.sharding.planning.updates import updated_inputs
 from torchard.sharding.scheduling.collectives import Collective
 from torchard.sharding.scheduling.explained.changes import PlanChange, change_between
@@ -97,13 +97,6 @@ class PlanReport:
     """
 
     def __init__(self, program: Program, plan: Plan, mesh: Mesh) -> None:
-        if plan.given.local:
-            line = next((SOURCE.get(n) for n in plan.given.local if SOURCE.get(n)), "")
-            raise ValueError(
-                f"{program.name} has operations on local values of a shard_map ({line}): what each rank "
-                "computes there is not for a plan to choose, so there is no report of it. Ask for the "
-                "plan of a function without shard_map."
-            )
         self.program, self.mesh = program, mesh
         self._plan, self._costs = plan, PlanCosts(plan, mesh.sizes)
         self.machine: Machine = self._costs.energy.machine

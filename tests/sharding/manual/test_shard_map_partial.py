@@ -17,10 +17,27 @@ from torch.func import grad, vjp
 from torch.nn import functional as F
 
 import torchard
-from torchard import Mesh, MeshTensor, P, constrain, place, pmax, psum, shard_map
+from torchard import (
+    Link,
+    Machine,
+    Mesh,
+    MeshTensor,
+    P,
+    constrain,
+    machines,
+    place,
+    pmax,
+    psum,
+    shard,
+    shard_map,
+    tree,
+)
 
 GRID = Mesh({"dp": 2, "tp": 2}, virtual=True)
 WIDE = Mesh({"tp": 2, "dp": 3}, virtual=True)
+ENDLESS = float("inf")
+COMPUTES_AT_ONCE = Machine("computes at once", {"float32": ENDLESS}, ENDLESS, link=Link(1e9))
+SENDS_AT_ONCE = Machine("sends at once", {"float32": 1e12}, ENDLESS, link=Link(ENDLESS))
 
 
 def full(value: Any) -> Any:
@@ -81,6 +98,32 @@ def test_megatron_by_hand_in_a_batch_that_is_split_by_itself(dp: int, tp: int) -
         f"all_reduce(dp) [{2 * 4 * hidden}] float64",  # both gradients, in one call
         f"all_reduce(tp) [{rows}, 4] float64",
     ]
+
+
+@pytest.mark.parametrize("machine", [None, COMPUTES_AT_ONCE, SENDS_AT_ONCE, machines.cpu()])
+@pytest.mark.parametrize("dp, tp", [(2, 2), (2, 3), (3, 2)])
+def test_a_machine_plans_what_is_around_and_along_other_axes(
+    dp: int, tp: int, machine: Machine | None
+) -> None:
+    mesh = Mesh({"dp": dp, "tp": tp}, virtual=True)
+    mapped = shard_map(mlp, mesh, (SPECS, P()), P(), axis_names={"tp"})
+
+    def slopes(p: dict[str, torch.Tensor], x: torch.Tensor, apply: Any = mapped) -> Any:
+        return grad(lambda p, x: apply(p, x).sin().sum(), (0, 1))(p, x)
+
+    params, x = weights(), torch.randn(7, 4, dtype=torch.float64)
+    run = shard(slopes, mesh, (SPECS, P("dp")), machine=machine)
+    for a, b in zip(tree.leaves(run(params, x)), tree.leaves(slopes(params, x, dense)), strict=True):
+        close(a.full(), b)
+    if machine is COMPUTES_AT_ONCE:  # seven rows are fewer than the gradients, which dp would sum
+        known = shard(slopes, mesh, (SPECS, P("dp"))).lower(params, x).collectives
+        found = run.lower(params, x).collectives
+        assert bytes_of(found) <= bytes_of(known)
+        assert not any(each.kind == "all_reduce" and each.axes == ("dp",) for each in found)
+
+
+def bytes_of(collectives: Any) -> int:
+    return sum(c.bytes * c.times for c in collectives)
 
 
 def step(p: dict[str, torch.Tensor], x: torch.Tensor, apply: Any = mlp) -> dict[str, torch.Tensor]:

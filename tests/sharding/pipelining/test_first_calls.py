@@ -28,7 +28,7 @@ from torchard.functional.engine import transformed
 from torchard.sharding.decompositions import decompose
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.microbatches.turns import in_turn
-from torchard.sharding.planning.sweep import Sweep
+from torchard.sharding.planning.propagation.sweep import Sweep
 
 LOWERED, VISITED = "lowered", "visited"
 

@@ -326,11 +326,20 @@ def test_programs_without_a_plan_say_so() -> None:
     with pytest.raises(ValueError, match="relu has no plan, since it runs on no mesh; lower a function"):
         _ = trace(torch.relu)(torch.ones(3)).plan
 
-    def local(x: Tensor) -> Tensor:
-        return shard_map(lambda x: psum(x, "tp"), TP, P("tp"), P())(x)
 
-    with pytest.raises(ValueError, match=r"local values of a shard_map .*test_explained.py:\d+"):
-        _ = shard(local, TP, P("tp")).lower(ShapeDtype((8,))).plan
+def test_what_is_sent_by_hand_was_not_chosen() -> None:
+    """The rest of a program with a shard_map is planned, and has a report."""
+
+    def local(x: Tensor, w: Tensor) -> Tensor:
+        return shard_map(lambda x: psum(x, "tp"), TP, P("tp"), P())(x) @ w
+
+    args = ShapeDtype((64, 64)), ShapeDtype((64, 64))
+    lowered = shard(local, TP, (P("tp"), P("tp")), P(None, "tp")).lower(*args)
+    by_hand, *chosen = lowered.collectives
+    assert by_hand.kind == "all_reduce" and chosen
+    assert all(lowered.plan.why(each) for each in chosen)
+    with pytest.raises(ValueError, match="is no collective that the plan of local chose"):
+        lowered.plan.why(by_hand)
 
 
 def test_derivatives_compiled_programs_and_microbatches_have_plans() -> None:

@@ -20,8 +20,8 @@ from torchard.sharding.decompositions.decompose import comes_apart
 from torchard.sharding.layouts.layout import Layout, Sizes, Sub
 from torchard.sharding.layouts.options import atomic, factor_axes, image
 from torchard.sharding.planning.decision import Given, LayoutDecision, Relation, work_of
-from torchard.sharding.planning.stakes import Beside, Spread, Stakes
-from torchard.sharding.planning.sweep import Needs, NodeFacts, Start, Sweep, TakeApart
+from torchard.sharding.planning.propagation.stakes import Beside, Spread, Stakes
+from torchard.sharding.planning.propagation.sweep import Needs, NodeFacts, Start, Sweep, TakeApart
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.graphs import output_values
-from torchard.functional.torch_internals import ProgramGraph
-from torchard.sharding.decompositions.decompose import comes_apart, decompose, share_known
+from torchard.sharding.decompositions.decompose import comes_apart, decompose
 from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
-from torchard.sharding.decompositions.group_owners import Owners, by_owner, products
-from torchard.sharding.decompositions.sorted_rows import in_blocks, sorts
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import atomic, factor_axes
-from torchard.sharding.planning.decision import BATCH, PARAMETER, Given, LayoutDecision, work_of
+from torchard.sharding.planning.copies import copy_graph, given_in
+from torchard.sharding.planning.decision import BATCH, PARAMETER, Given, Plan, work_of
 from torchard.sharding.planning.manual_options import local_operations
-from torchard.sharding.planning.propagate import SWEEPS, Propagation, propagate, take_apart
+from torchard.sharding.planning.propagation.propagate import (
+    SWEEPS,
+    Propagation,
+    propagate,
+    take_apart,
+)
+from torchard.sharding.planning.ways import by_owners, sorted_in_blocks
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.values.mesh import Mesh
 
@@ -29,9 +33,7 @@ __all__ = [
     "IdleAxisWarning",
     "Plan",
     "choose",
-    "copy_graph",
     "gathered_axes",
-    "given_in",
     "lost_axes",
     "warn_of_idle_axes",
 ]
@@ -61,15 +63,6 @@ class IdleAxisWarning(UserWarning):
     """
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A global graph and the layout of every value in it."""
-
-    graph: fx.Graph
-    given: Given
-    decision: LayoutDecision
-
-
 def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     """The cheapest plan found.
 
@@ -79,51 +72,11 @@ def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     if given.splits_nothing:
         return Plan(graph, given, propagate(graph, given, mesh.sizes, 1))
     ways = [(graph, given, _chosen(graph, given, mesh))]
-    if blocked := _sorted_in_blocks(*ways[0], mesh):
+    if blocked := sorted_in_blocks(*ways[0], mesh):
         ways.append((*blocked, _chosen(*blocked, mesh)))
     plans = [plan for *_, plan in ways]
-    plans += [_chosen(*owned, mesh) for way in ways if (owned := _by_owner(*way, mesh))]
+    plans += [_chosen(*owned, mesh) for way in ways if (owned := by_owners(*way, mesh))]
     return min(plans, key=lambda plan: (len(lost_axes(plan, mesh)), _total(plan)))
-
-
-def _by_owner(
-    graph: fx.Graph, given: Given, plan: Plan, mesh: Mesh
-) -> tuple[fx.Graph, Given] | None:
-    """A copy of the graph in which rows go to the ranks that have their groups' matrices."""
-    owners = {}
-    for product, planned in zip(products(graph), products(plan.graph), strict=True):
-        rows, matrices = (plan.decision.home[n] for n in planned.all_input_nodes[:2])
-        (groups, *inner) = matrices.dims[0]
-        count = math.prod(mesh.shape[a] for a in groups.axes)
-        if count > 1 and not inner and groups.size % count == 0 and product not in given.local:
-            owners[product] = Owners(groups.axes, count, rows.axes_of(0))
-    if not owners:
-        return None
-    copy, env = copy_graph(graph)
-    of_copies = {env[product]: known for product, known in owners.items()}
-    constraints = by_owner(copy, of_copies, {env[n] for n in given.local})
-    given = given_in(given, env, copy)
-    return copy, replace(given, relative=given.relative | constraints)
-
-
-def _sorted_in_blocks(
-    graph: fx.Graph, given: Given, plan: Plan, mesh: Mesh
-) -> tuple[fx.Graph, Given] | None:
-    """A copy of the graph in which ranks sort their own rows, where the plan has split them."""
-    known = [(sort, plan.decision.home.get(sort.all_input_nodes[0])) for sort in sorts(plan.graph)]
-    counts = [1 if home is None else _runs(home, mesh) for _, home in known]
-    if max(counts, default=1) == 1 or len(counts) != len(sorts(graph)):
-        return None
-    blocked, env = copy_graph(graph)
-    pairs = zip([env[sort] for sort in sorts(graph)], counts, strict=True)
-    if not any([in_blocks(blocked, sort, count) for sort, count in pairs]):
-        return None
-    return blocked, given_in(given, env, blocked)
-
-
-def _runs(home: Layout, mesh: Mesh) -> int:
-    """The number of runs of adjacent elements that the outermost axes split a list into."""
-    return math.prod(mesh.shape[a] for a in home.dims[0][0].axes)
 
 
 def _chosen(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
@@ -384,18 +337,6 @@ def _taken_apart(
     return graph, given_in(plan.given, env, graph)
 
 
-def given_in(given: Given, env: dict[fx.Node, fx.Node], graph: fx.Graph) -> Given:
-    """The given constraints, transferred to the nodes of a copy."""
-    return replace(
-        given,
-        inputs={env[n]: v for n, v in given.inputs.items()},
-        constraints={env[n]: v for n, v in given.constraints.items()},
-        ranks={env[n]: v for n, v in given.ranks.items()},
-        relative={env[n]: v for n, v in given.relative.items()},
-        local=local_operations(graph),
-    )
-
-
 def _parts(homes: Sequence[Layout], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """The number of shards of each dim of some operands; a dim that is split inside counts as whole."""
     return tuple(
@@ -405,14 +346,3 @@ def _parts(homes: Sequence[Layout], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         )
         for home in homes
     )
-
-
-def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of a graph, and the map from its nodes to the copy's."""
-    new = ProgramGraph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        env[node] = new.node_copy(node, env.__getitem__)
-        Call.copy(node, env)
-    share_known(graph, new)
-    return new, env

@@ -32,7 +32,6 @@ from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, options
 from torchard.sharding.layouts.reshard import cost
 from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.planning.best import ReadValue, ResultBytes, best, moved_base, sent
 from torchard.sharding.planning.decision import (
     BATCH,
     CONSTRAINT,
@@ -41,7 +40,14 @@ from torchard.sharding.planning.decision import (
     LayoutDecision,
     seconds_per_point,
 )
-from torchard.sharding.planning.stakes import Spread
+from torchard.sharding.planning.propagation.best import (
+    ReadValue,
+    ResultBytes,
+    best,
+    moved_base,
+    sent,
+)
+from torchard.sharding.planning.propagation.stakes import Spread
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import results
 
