@@ -11,10 +11,11 @@ runs. Inputs, constraints and specs of outputs fix layouts; other outputs have a
 carry has one layout, and a cotangent that of its output. An operation that comes apart stands beside its
 decomposition (`alternatives.py`): v's state also says which of them computes it, and x_o may be off.
 
-A parameter that forward and backward read is gathered by each of them (`gathered_again.py`).
+Of later passes the sum knows that a backward gathers parameters again, and that gathers of parameters and
+sums of gradients are merged, so that each has a part of a latency (`later_passes.py`).
 
 Not in the sum: that a value which several operations read in one third layout is moved once, that a view
-is moved by its base, and that collectives are merged.
+is moved by its base, and that other collectives are merged.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from torchard.sharding.planning.minimum.alternatives import (
 from torchard.sharding.planning.minimum.bounds import SweepBudget, restricted
 from torchard.sharding.planning.minimum.choices import CARRIES, Choices, columns
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
-from torchard.sharding.planning.minimum.gathered_again import GatheredAgain
+from torchard.sharding.planning.minimum.later_passes import LaterPasses
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.rules import Call
 
@@ -72,7 +73,7 @@ class Energy:
         self.reshards = Reshards(sizes, self.machine, _RESHARDS)
         self._works: dict[object, Table] = {}
         self._tables: dict[object, Table] = {}
-        self.again = GatheredAgain(graph, given)
+        self.later = LaterPasses(graph, given)
         self.budget = SweepBudget()
 
     def choices(self, axes: tuple[str, ...], now: LayoutDecision) -> Choices:
@@ -97,6 +98,10 @@ class Energy:
             kept += [_EARLY * bool(o.rule.linear and not o.passed) for o in options]
             self._works[key] = moved + kept
         return self._works[key]
+
+    def element(self, value: fx.Node) -> tuple[int, int, float]:
+        """The bytes of an element of a value, how often it is computed, and the calls of a move."""
+        return VAL.of(value).dtype.itemsize, times(value), self.later.calls(value)
 
     def _exchange(self, cost: Cost, itemsize: int) -> float:
         """The seconds of what an operation itself sends."""
@@ -149,13 +154,15 @@ class EnergyModel:
         versions = len(self.alternatives.versions.get(value, (value,)))
         may_be_off = source_of(value) in self.alternatives.pieces
         states = self.states_of[value] = States(tuple(places), versions, may_be_off)
-        again = self.energy.again.times
+        again = self.energy.later.times
         moves = [self._move(value, *place) * again(value, *place) for place in states.places]
         costs = np.array([*moves * versions, *[0.0] * may_be_off])
         self.of_value[value] = self.problem.variable(self.energy.shared(costs))
 
     def _move(self, value: fx.Node, have: Layout, want: Layout) -> float:
-        return 0.0 if have is want else self.energy.reshards.seconds(have, want, *_element(value))
+        if have is want:
+            return 0.0
+        return self.energy.reshards.seconds(have, want, *self.energy.element(value))
 
     def _input(self, node: fx.Node) -> None:
         """An input, or a cotangent, which has the layout of its output."""
@@ -224,8 +231,8 @@ class EnergyModel:
             self._new(value, self._places(value, fixed))
         here, states = self._value(node)
         costs = self._table(outs, states.homes, node, fixed)
-        if node in self.energy.again:
-            again = self.energy.again.times
+        if self.energy.later.makes_again(node):
+            again = self.energy.later.times
             costs = costs * np.array([[again(node, x, y) for y in states.homes] for x in outs])
         if may_be_off:
             costs = states.computed(costs, self._version(node))
@@ -266,7 +273,7 @@ class EnergyModel:
     def _table(
         self, have: tuple[Layout, ...], want: tuple[Layout, ...], value: fx.Node, equal: bool
     ) -> Table:
-        return _equal(have, want) if equal else self.table(have, want, *_element(value))
+        return _equal(have, want) if equal else self.table(have, want, *self.energy.element(value))
 
     def _version(self, node: fx.Node) -> int:
         value = self.alternatives.value(node)
@@ -400,11 +407,6 @@ class EnergyModel:
 def link_within(cost: Cost, machine: Machine) -> Link:
     """The link by which an operation itself sends, such as its neighbours' elements."""
     return machine.link_of(cost.over, "all_to_all")
-
-
-def _element(node: fx.Node) -> tuple[int, int]:
-    """The bytes of an element of a value, and how often it is computed."""
-    return VAL.of(node).dtype.itemsize, times(node)
 
 
 @functools.lru_cache(maxsize=4096)

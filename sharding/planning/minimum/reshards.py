@@ -54,10 +54,16 @@ class Reshards:
         self._evenly: dict[_Pattern, list[_Move]] = {}  # of elements, the ranks that share them
         self._tables: dict[object, Table] = {}
 
-    def seconds(self, have: Layout, want: Layout, itemsize: int, times: int) -> float:
-        """The seconds from one layout to another; infinite where there is no way."""
+    def seconds(
+        self, have: Layout, want: Layout, itemsize: int, times: int, calls: float
+    ) -> float:
+        """The seconds from one layout to another; infinite where there is no way.
+
+        Args:
+            calls: the part of a latency that each collective has.
+        """
         each = self._each(have, want)
-        return times * (each.per_byte * itemsize + each.per_time)
+        return times * (each.per_byte * itemsize + each.per_time * calls)
 
     def _each(self, have: Layout, want: Layout) -> _Seconds:
         known = self._known.get((have, want))
@@ -116,11 +122,16 @@ class Reshards:
         return (*sorted(pairs), have.pending, want.pending)
 
     def table(
-        self, have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, times: int
+        self,
+        have: tuple[Layout, ...],
+        want: tuple[Layout, ...],
+        itemsize: int,
+        times: int,
+        calls: float,
     ) -> Table:
         """The seconds from each layout to each other one; equal tables are one object."""
-        key = have, want, itemsize, times
+        key = have, want, itemsize, times, calls
         if key not in self._tables:
-            rows = [[self.seconds(h, w, itemsize, times) for w in want] for h in have]
+            rows = [[self.seconds(h, w, itemsize, times, calls) for w in want] for h in have]
             self._tables[key] = np.array(rows, dtype=np.float64).reshape(len(have), len(want))
         return self._tables[key]

@@ -11,8 +11,6 @@ from functools import cached_property
 import numpy as np
 from torch import fx
 
-from torchard.functional.programs.loops import times
-from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.planning.decision import LayoutDecision, Plan
 from torchard.sharding.planning.minimum.alternatives import NONE
@@ -57,10 +55,10 @@ class PlanCosts:
 
     def moving(self, move: PlannedMove) -> float:
         """The seconds of a move, as often as it is made."""
-        item, often = VAL.of(move.value).dtype.itemsize, times(move.value)
+        item, often, calls = self.energy.element(move.value)
         if move.user is move.value:
-            often *= self.energy.again.times(move.value, move.have, move.want)
-        return self._reshards.seconds(move.have, move.want, item, often)
+            often *= self.energy.later.times(move.value, move.have, move.want)
+        return self._reshards.seconds(move.have, move.want, item, often, calls)
 
     def seconds(self, decision: LayoutDecision) -> float:
         """The seconds of a decision."""

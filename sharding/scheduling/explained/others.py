@@ -11,7 +11,6 @@ import numpy as np
 from torch import fx
 
 from torchard.functional.programs.graphs import output_values
-from torchard.functional.programs.loops import times
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.reshard import plan as steps_between
@@ -155,7 +154,7 @@ def _forbidden(
     if value not in model.of_value:
         return
     at, places = model.of_value[value], model.states_of[value].places
-    element = VAL.of(value).dtype.itemsize, times(value)
+    element = model.energy.element(value)
 
     def seconds(ways: Sequence[Layout], want: Layout) -> float:
         """How much more than the cheapest of several ways that one costs which may be taken."""

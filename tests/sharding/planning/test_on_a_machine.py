@@ -223,6 +223,17 @@ def test_a_transformer_without_latencies(axes: dict[str, int], batch: P, most: i
         torch.testing.assert_close(whole.double(), other, rtol=1e-4, atol=1e-5)
 
 
+def test_gathers_that_are_merged_share_a_latency() -> None:
+    """The weights of each layer are gathered by one call, in place of two sums of activations."""
+    params, mesh = parameters(), Mesh({"tp": 4}, virtual=True)
+    of_layer = {name: SPLIT.get(name, P()) for name in params["layers"][0]}
+    specs: Any = {**dict.fromkeys(params, P()), "words": P("tp"), "layers": [of_layer] * 2}
+    machine = Machine("latencies", {"float32": 256e9}, 384e9, link=Link(1e9, 300e-6))
+    run = shard(grad_and_value(loss), mesh, (specs, P()), (specs, P()), machine=machine)
+    tokens = torch.zeros(8, LENGTH + 1, dtype=torch.int64)
+    assert len(run.lower(place(params, mesh, specs), tokens).collectives) == 3
+
+
 # -- no constraint helps ---------------------------------------------------------------------------
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
