@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -34,6 +35,7 @@ from torchard.functional.programs.markers import again, leave, row
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Cost, Option
+from torchard.sharding.manual.manual_collectives import Move
 from torchard.sharding.planning.decision import Given, LayoutDecision, seconds_per_point
 from torchard.sharding.planning.minimum.alternatives import (
     NONE,
@@ -90,13 +92,16 @@ class Energy:
         rate = seconds_per_point(node, self.machine)
         val = VAL.of(node)
         item = val.dtype.itemsize if hasattr(val, "dtype") else 4
-        key = options, rate, item, times(node)
+        local = self.given.local.get(node)
+        key = options, rate, item, times(node), local
         if key not in self._works:
             costs = [o.cost(self.sizes) for o in options]
-            moved = np.array([self._exchange(cost, item) * times(node) for cost in costs])
+            moved = np.array([self._exchange(cost, item) for cost in costs])
+            if local is not None and local.move is not None:
+                moved += [self._by_hand(local.move, option, item) for option in options]
             kept = np.array([c.work * rate + c.volume * item * _SMALLEST for c in costs])
             kept += [_EARLY * bool(o.rule.linear and not o.passed) for o in options]
-            self._works[key] = moved + kept
+            self._works[key] = moved * times(node) + kept
         return self._works[key]
 
     def element(self, value: fx.Node) -> tuple[int, int, float]:
@@ -107,6 +112,18 @@ class Energy:
         """The seconds of what an operation itself sends."""
         link = link_within(cost, self.machine)
         return link.seconds(cost.exchanged * itemsize) if cost.exchanged else 0.0
+
+    def _by_hand(self, move: Move, option: Option, itemsize: int) -> float:
+        """The seconds of a collective of a shard_map."""
+        collective = move.collective
+        if collective is None or not collective.sends:
+            return 0.0
+        table = dict(self.sizes)
+        ranks = math.prod(table[axis] for axis in collective.axes)
+        before, after = (x.largest_local(table) for x in (*option.ins[:1], *option.outs[:1]))
+        link = self.machine.link_of(collective.axes, collective.kind)
+        sent = collective.elements(before, after, ranks)
+        return link.seconds(sent * itemsize) if ranks > 1 else 0.0
 
     def shared(self, table: Table) -> Table:
         """The table; equal ones are one object."""

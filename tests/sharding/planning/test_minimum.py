@@ -37,8 +37,9 @@ def test_a_reshard_takes_its_bytes_and_a_latency_in_each_iteration() -> None:
     rows, whole = layout_of(P("tp"), (8, 5), TP), layout_of(P(), (8, 5), TP)
     reshards = Reshards(TP.sizes, machine)
     gather = 8 * 5 * 3 / 4 * 2 / 1000
-    assert reshards.seconds(rows, whole, 2, 3) == pytest.approx(3 * (gather + 7))
-    assert reshards.seconds(whole, rows, 2, 3) == pytest.approx(0)
+    assert reshards.seconds(rows, whole, 2, 3, 1.0) == pytest.approx(3 * (gather + 7))
+    assert reshards.seconds(rows, whole, 2, 3, 0.1) == pytest.approx(3 * (gather + 0.7))
+    assert reshards.seconds(whole, rows, 2, 3, 1.0) == pytest.approx(0)
 
 
 def sent(run: Any, *args: Any) -> list[tuple[str, int]]:
