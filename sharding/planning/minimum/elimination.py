@@ -24,7 +24,7 @@ __all__ = ["LARGEST", "Elimination", "Table", "Terms", "TooWide", "minimum", "or
 
 Table = npt.NDArray[np.float64]
 LARGEST, _ALL = 4_000_000, 60_000_000  # entries of a table, and of all
-_FEW = 200_000  # entries of a table: where that is enough, no other order is sought
+_FEW = 1_000_000  # entries of a table: where that is enough, no other order is sought
 
 
 class TooWide(Exception):

@@ -21,7 +21,7 @@ _MERGED = 0.1  # of a call: about ten parameters have a layer, or a bucket of gr
 
 
 class LaterPasses:
-    """The parameters of a program, with views of them, and its gradients.
+    """The parameters of a program, with views of them, and its gradients; none without a machine.
 
     Attributes:
         axes: those that split a batch: along others a gathered parameter is kept.
@@ -32,7 +32,8 @@ class LaterPasses:
         known += [(layout, given.ranks[node]) for node, layout in given.constraints.items()]
         self.axes = frozenset(a for layout, rank in known if rank == BATCH for a in layout.split_axes)
         roots: dict[fx.Node, fx.Node] = {}  # of parameters and their views
-        for node in graph.nodes:
+        nodes = graph.nodes if given.on else ()
+        for node in nodes:
             if _is_parameter(node, given):
                 roots[node] = node
             elif _is_part(node) and node.all_input_nodes[0] in roots:
@@ -40,7 +41,7 @@ class LaterPasses:
         self._read_twice = {v for v in roots if len(_phases(v)) > 1}
         # A parameter that is split on entry is gathered by itself.
         self._merged = {v for v, root in roots.items() if root.op == "placeholder"}
-        self._merged |= {node for node in graph.nodes if _is_gradient(node)}
+        self._merged |= {node for node in nodes if _is_gradient(node)}
 
     def makes_again(self, value: fx.Node) -> bool:
         """Whether a backward gathers a value again, along the axes of the batch."""

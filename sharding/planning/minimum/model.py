@@ -58,7 +58,7 @@ __all__ = ["Energy", "EnergyModel", "link_within"]
 _SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
 _EARLY = 1e-15  # seconds of a sum completed before it must be: late ones are merged
 _FREE = 1e-11  # seconds of a move that sends nothing
-_RESHARDS = 40_000  # pairs of layouts
+_RESHARDS, _FEW_RESHARDS = 40_000, 4000  # pairs of layouts, on a given machine and without one
 _IN_TWO = 12  # layouts of a value that may be in two
 _OPTIONS = 64  # of an operation along one axis, and layouts of a value
 
@@ -72,7 +72,7 @@ class Energy:
         self.graph, self.given, self.sizes = graph, given, sizes
         self.alternatives = alternatives
         self.machine = given.target
-        self.reshards = Reshards(sizes, self.machine, _RESHARDS)
+        self.reshards = Reshards(sizes, self.machine, _RESHARDS if given.on else _FEW_RESHARDS)
         self._works: dict[object, Table] = {}
         self._tables: dict[object, Table] = {}
         self.later = LaterPasses(graph, given)
@@ -100,7 +100,8 @@ class Energy:
             if local is not None and local.move is not None:
                 moved += [self._by_hand(local.move, option, item) for option in options]
             kept = np.array([c.work * rate + c.volume * item * _SMALLEST for c in costs])
-            kept += [_EARLY * bool(o.rule.linear and not o.passed) for o in options]
+            if self.given.on:
+                kept += [_EARLY * bool(o.rule.linear and not o.passed) for o in options]
             self._works[key] = moved * times(node) + kept
         return self._works[key]
 
