@@ -54,6 +54,13 @@ def test_a_product_whose_contraction_is_split_sends_least(n: int, m: int, k: int
     assert sent(torch.mm, mesh, args, COMPUTES_AT_ONCE, **specs) == min(ways) * 4 * (n - 1) / n
 
 
+def test_an_output_without_a_spec_is_complete() -> None:
+    """Its sum would send more than operands by which its rows are split."""
+    mesh, specs = Mesh({"tp": 4}, virtual=True), (P(None, "tp"), P("tp"))
+    args, moved, gathered = (ShapeDtype((256, 8)), ShapeDtype((8, 64))), 256 * 8 / 4, 8 * 64
+    assert sent(torch.mm, mesh, args, COMPUTES_AT_ONCE, in_specs=specs) == (moved + gathered) * 3
+
+
 @given(SIDES, SIDES)
 def test_where_sending_takes_no_time_products_are_split(m: int, k: int) -> None:
     mesh = Mesh({"tp": 4}, virtual=True)
