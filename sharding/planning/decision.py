@@ -86,6 +86,12 @@ class Given:
         """The layouts of all inputs but cotangents."""
         return [known[0] for known in self.inputs.values() if not isinstance(known, int)]
 
+    @property
+    def ranked_layouts(self) -> list[tuple[Layout, int]]:
+        """The layouts and ranks of all inputs but cotangents, and of all constraints that fix one."""
+        known = [known for known in self.inputs.values() if not isinstance(known, int)]
+        return [*known, *((x, self.ranks[node]) for node, x in self.constraints.items())]
+
     def required(self, sizes: Sizes) -> dict[fx.Node, Layout]:
         """The layout of each constraint node that splits only what it requires to be split."""
         least = {

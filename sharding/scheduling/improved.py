@@ -38,13 +38,11 @@ class Figures(NamedTuple):
         sending: seconds of sending.
         calls: collectives between products; all others are merged if they are of one kind and wait for
             as many.
-        latency: seconds of their latencies.
         work: seconds that the busiest rank computes.
     """
 
     sending: float
     calls: int
-    latency: float
     work: float
 
     def dominates(self, other: Figures) -> bool:
@@ -111,7 +109,7 @@ def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:
     """What a plan costs; a value that several users read in one layout is moved once."""
     machine = plan.given.target
     needed, late, waits = _before_products(spmd), set[fx.Node](), dict[fx.Node, int]()
-    sending, latency, calls, merged = 0.0, 0.0, 0, set[object]()
+    sending, calls, merged = 0.0, 0, set[object]()
     for node in spmd.nodes:
         if any(n in late or is_product(n) for n in node.all_input_nodes):
             late.add(node)
@@ -122,12 +120,10 @@ def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:
             sending += sent.bytes * times(node) / link.bandwidth
             waits[node] += 1
             if node in late and node in needed:
-                met = times(node)
+                calls += times(node)
             else:
-                met = int(group not in merged)
+                calls += group not in merged
                 merged.add(group)
-            calls += met
-            latency += met * link.latency
     work = 0.0
     for node, option in plan.decision.option.items():
         cost = option.cost(mesh.sizes)
@@ -135,8 +131,7 @@ def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:
         if cost.exchanged:
             link, size = link_within(cost, machine), cost.exchanged * VAL.of(node).dtype.itemsize
             sending += times(node) * size / link.bandwidth
-            latency += times(node) * link.latency
-    return Figures(sending, calls, latency, work)
+    return Figures(sending, calls, work)
 
 
 def _before_products(graph: fx.Graph) -> set[fx.Node]:

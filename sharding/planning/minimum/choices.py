@@ -21,7 +21,7 @@ from torchard.sharding.planning.minimum.alternatives import Alternatives, source
 from torchard.sharding.planning.minimum.elimination import TooWide
 from torchard.sharding.rules import Call, rule_of
 
-__all__ = ["CARRIES", "Choices", "columns"]
+__all__ = ["CARRIES", "Choices", "columns", "is_part"]
 
 CARRIES = (enter, again, leave)
 Passed = tuple[tuple[str, frozenset[int]], ...]
@@ -158,7 +158,7 @@ def _staying(graph: fx.Graph, given: Given, now: LayoutDecision) -> set[fx.Node]
             known[node] = given.constraints[node]
     inputs = {n: n for n, layout in known.items() if layout.split_axes}  # by themselves and by view
     for node in graph.nodes:
-        if (_is_view(node) or node in given.relative) and node.all_input_nodes[0] in inputs:
+        if (is_part(node) or node in given.relative) and node.all_input_nodes[0] in inputs:
             inputs[node] = inputs[node.all_input_nodes[0]]
     moved = {
         source
@@ -168,7 +168,8 @@ def _staying(graph: fx.Graph, given: Given, now: LayoutDecision) -> set[fx.Node]
     return {view for view, source in inputs.items() if source not in moved}
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_part(node: fx.Node) -> bool:
+    """Whether a node is a view, a row or a cast of its operand."""
     return is_alias(node) or node.target in (row, aten._to_copy.default)
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from torchard.functional.programs.markers import listed, row
+from torchard.functional.programs.markers import listed
 from torchard.functional.programs.tags import PHASE
-from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.layout import Layout
-from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.decision import BATCH, PARAMETER, Given
+from torchard.sharding.planning.minimum.choices import is_part
 
 __all__ = ["LaterPasses"]
 
@@ -28,9 +27,9 @@ class LaterPasses:
     """
 
     def __init__(self, graph: fx.Graph, given: Given) -> None:
-        known = [each for each in given.inputs.values() if isinstance(each, tuple)]
-        known += [(layout, given.ranks[node]) for node, layout in given.constraints.items()]
-        self.axes = frozenset(a for layout, rank in known if rank == BATCH for a in layout.split_axes)
+        self.axes = frozenset(
+            a for layout, rank in given.ranked_layouts if rank == BATCH for a in layout.split_axes
+        )
         roots: dict[fx.Node, fx.Node] = {}  # of parameters and their views
         nodes = graph.nodes if given.on else ()
         for node in nodes:
@@ -65,7 +64,7 @@ def _is_parameter(node: fx.Node, given: Given) -> bool:
 
 
 def _is_part(node: fx.Node) -> bool:
-    return is_alias(node) or node.target in (row, listed, aten._to_copy.default)
+    return is_part(node) or node.target is listed
 
 
 def _is_gradient(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ The minimum is exact along one axis, given what the others do, or has a bound wh
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterable
@@ -69,16 +70,15 @@ def _along(energy: Energy, axes: tuple[str, ...], now: Minimized) -> Minimized:
 
     First each value is in one layout, then some are in two, where there are few: that is along one axis.
     """
-    try:
+    best = now
+    with contextlib.suppress(TooWide):
         choices = energy.choices(axes, now.decision)
-        once = _solved(EnergyModel(energy, choices, most_in_two=0), now)
-        if not energy.given.on or len(axes) > 1:
-            return once
-        if once.decision is not now.decision:
-            choices = energy.choices(axes, once.decision)
-        return _solved(EnergyModel(energy, choices), once)
-    except TooWide:
-        return now
+        best = _solved(EnergyModel(energy, choices, most_in_two=0), now)
+        if energy.given.on and len(axes) == 1:
+            if best.decision is not now.decision:
+                choices = energy.choices(axes, best.decision)
+            best = _solved(EnergyModel(energy, choices), best)
+    return best
 
 
 def _solved(model: EnergyModel, now: Minimized) -> Minimized:

@@ -7,9 +7,10 @@ which each operation reads the nearer:
 
 work is the time of the busiest rank, move that of the cheapest reshard (`layouts/reshard.py`): its bytes
 by the bandwidth of its axes, and a latency for each collective. What is in a loop counts as often as it
-runs. Inputs, constraints and specs of outputs fix layouts; other outputs have any without pending sums. A
-carry has one layout, and a cotangent that of its output. An operation that comes apart stands beside its
-decomposition (`alternatives.py`): v's state also says which of them computes it, and x_o may be off.
+runs. Inputs, constraints and specs of outputs fix layouts; other outputs are as computed, with sums
+completed. A carry has one layout, and a cotangent that of its output. An operation that comes apart
+stands beside its decomposition (`alternatives.py`): v's state also says which of them computes it, and
+x_o may be off.
 
 Of later passes the sum knows that a backward gathers parameters again, and that gathers of parameters and
 sums of gradients are merged, so that each has a part of a latency (`later_passes.py`).

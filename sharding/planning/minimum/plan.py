@@ -45,7 +45,8 @@ def _minimum(
     graph, env = copy_graph(graph)
     given = given_in(given, env, graph)
     alternatives = with_alternatives(graph, given, mesh.sizes, axes)
-    given.local.update(local_operations(graph))
+    if given.local:
+        given.local.update(local_operations(graph))
     start = all_whole(graph, given, mesh.sizes)
     found = minimized(graph, given, mesh.sizes, start, axes, alternatives, pairs=True)
     return Plan(graph, given, settled(graph, found.decision, alternatives)), found.seconds

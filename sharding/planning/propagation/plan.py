@@ -105,8 +105,7 @@ def _contested(given: Given) -> frozenset[str]:
 
 def _beside_parameters(given: Given, rows: bool) -> frozenset[str]:
     """Axes that split parameters, and the rows or an inner dim of a batch."""
-    placed = [known for known in given.inputs.values() if not isinstance(known, int)]
-    placed += [(layout, given.ranks[node]) for node, layout in given.constraints.items()]
+    placed = given.ranked_layouts
     of_parameters = {a for layout, rank in placed if rank == PARAMETER for a in layout.split_axes}
     of_batch = {
         axis
