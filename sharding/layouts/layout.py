@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from torchard.sharding.layouts.interned import Interned
 
-__all__ = ["VARYING", "Layout", "Sub", "chunk", "merge", "refine"]
+__all__ = ["VARYING", "Axes", "Dim", "Layout", "Sub", "chunk", "merge", "refine"]
 
 # In place of a reduction: along the axis each coordinate has a value of its own (manual mode).
 VARYING = "varying"

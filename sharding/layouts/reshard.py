@@ -26,7 +26,7 @@ from torchard.sharding.layouts.collective_ops import (
 )
 from torchard.sharding.layouts.layout import Dim, Layout, Sizes, Sub, refine
 
-__all__ = ["ReshardStep", "common", "cost", "plan"]
+__all__ = ["ReshardStep", "common_dim", "cost", "plan"]
 
 _LATENCY = 1e-3  # the fixed cost of a collective, in elements: breaks ties in favour of fewer collectives
 
@@ -72,7 +72,7 @@ def plan(before: Layout, after: Layout, sizes: Sizes) -> tuple[ReshardStep, ...]
         raise ValueError(f"cannot make {before} pending over {sorted(extra)}")
     if after.varying != before.varying:
         raise ValueError(f"cannot reshard {before} to {after}: a varying value is not reduced implicitly")
-    cut = common(before, after, sizes)
+    cut = _common(before, after, sizes)
     if cut is None:
         middle = _release(before, after, sizes)
         return plan(before, middle, sizes) + plan(middle, after, sizes)
@@ -86,19 +86,22 @@ def cost(before: Layout, after: Layout, sizes: Sizes) -> float:
     return sum(s.elements(sizes) + _LATENCY * s.collective.sends for s in steps)
 
 
-def common(before: Layout, after: Layout, sizes: Sizes) -> tuple[Layout, Layout] | None:
+def _common(before: Layout, after: Layout, sizes: Sizes) -> tuple[Layout, Layout] | None:
     """Both layouts cut at common sub-dim boundaries; None if one of these falls inside a shard."""
-    pairs = [_common_dim(b, a, sizes) for b, a in zip(before.dims, after.dims, strict=True)]
-    if any(p is None for p in pairs):
-        return None
-    cut = [p for p in pairs if p is not None]
+    cut = []
+    for b, a in zip(before.dims, after.dims, strict=True):
+        if (pair := common_dim(b, a, sizes)) is None:
+            return None
+        cut.append(pair)
     return (
         Layout(tuple(p[0] for p in cut), before.pending),
         Layout(tuple(p[1] for p in cut), after.pending),
     )
 
 
-def _common_dim(before: Dim, after: Dim, sizes: Sizes) -> tuple[Dim, Dim] | None:
+@functools.lru_cache(maxsize=16384)
+def common_dim(before: Dim, after: Dim, sizes: Sizes) -> tuple[Dim, Dim] | None:
+    """A dim of both layouts, cut at common boundaries; None if one of these falls inside a shard."""
     if len(before) == 1 and len(after) == 1:
         return before, after
     # Multisets, since a sub-dim of size one, which a single shard may own, repeats a boundary.
@@ -123,7 +126,7 @@ def _release(before: Layout, after: Layout, sizes: Sizes) -> Layout:
     dims = []
     for b, a in zip(before.dims, after.dims, strict=True):
         size = math.prod(s.size for s in b)
-        dims.append(b if _common_dim(b, a, sizes) is not None else (Sub(size),))
+        dims.append(b if common_dim(b, a, sizes) is not None else (Sub(size),))
     return Layout(tuple(dims), before.pending)
 
 

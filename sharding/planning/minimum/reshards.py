@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchard.functional.machines.machine import Machine
-from torchard.sharding.layouts.layout import Layout, Sizes
-from torchard.sharding.layouts.reshard import ReshardStep, common, plan
+from torchard.sharding.layouts.layout import Axes, Dim, Layout, Sizes
+from torchard.sharding.layouts.reshard import common_dim, plan
 from torchard.sharding.planning.minimum.elimination import Table, TooWide
 
 __all__ = ["Reshards"]
@@ -25,14 +24,6 @@ class _Seconds(NamedTuple):
 
     per_byte: float
     per_time: float
-
-
-class _Move(NamedTuple):
-    """A step of a reshard, and the elements of the largest shards before and after it."""
-
-    step: ReshardStep
-    before: int
-    after: int
 
 
 _Pattern = tuple[Any, ...]
@@ -51,7 +42,7 @@ class Reshards:
     def __init__(self, sizes: Sizes, machine: Machine, most: int = _MOST) -> None:
         self.sizes, self.machine, self.most = sizes, machine, most
         self._known: dict[tuple[Layout, Layout], _Seconds] = {}
-        self._evenly: dict[_Pattern, list[_Move]] = {}  # of elements, the ranks that share them
+        self._evenly: dict[_Pattern, _Seconds] = {}  # of one element
         self._tables: dict[object, Table] = {}
 
     def seconds(
@@ -76,33 +67,22 @@ class Reshards:
     def _found(self, have: Layout, want: Layout) -> _Seconds:
         if set(want.pending) - set(have.pending) or have.varying != want.varying:
             return _Seconds(float("inf"), 0.0)
-        pattern, elements = self._pattern(have, want), math.prod(have.shape)
-        if pattern is None or not elements:
-            return self._seconds(self._moves(have, want))
+        elements = math.prod(have.shape)
+        pattern = self._pattern(have, want) if elements else None
+        if pattern is None:
+            return self._searched(have, want)
         if pattern not in self._evenly:
-            self._evenly[pattern] = [
-                move._replace(before=elements // move.before, after=elements // move.after)
-                for move in self._moves(have, want)
-            ]
+            known = self._searched(have, want)
+            self._evenly[pattern] = _Seconds(known.per_byte / elements, known.per_time)
         each = self._evenly[pattern]
-        return self._seconds(
-            m._replace(before=elements // m.before, after=elements // m.after) for m in each
-        )
+        return _Seconds(each.per_byte * elements, each.per_time)
 
-    def _moves(self, have: Layout, want: Layout) -> list[_Move]:
-        table = dict(self.sizes)
-        return [
-            _Move(step, step.before.largest_local(table), step.after.largest_local(table))
-            for step in plan(have, want, self.sizes)
-        ]
-
-    def _seconds(self, moves: Iterable[_Move]) -> _Seconds:
+    def _searched(self, have: Layout, want: Layout) -> _Seconds:
         table, per_byte, per_time = dict(self.sizes), 0.0, 0.0
-        for step, before, after in moves:
+        for step in plan(have, want, self.sizes):
             if step.collective.sends:
                 link = self.machine.link_of(step.axes, step.kind)
-                ranks = math.prod(table[a] for a in step.axes)
-                per_byte += step.collective.elements(before, after, ranks) / link.bandwidth
+                per_byte += step.elements(self.sizes) / link.bandwidth
                 per_time += link.latency + _FIRST
             else:
                 per_time += _FIRST / 10
@@ -110,15 +90,13 @@ class Reshards:
 
     def _pattern(self, have: Layout, want: Layout) -> _Pattern | None:
         """The axes of each sub-dim before and after, in any order; None if one is split unevenly."""
-        cut, pairs = common(have, want, self.sizes), []
-        if cut is None:
-            return None
-        for before, after in zip(*(itertools.chain(*x.dims) for x in cut), strict=True):
-            if before.axes or after.axes:
-                axes = {*before.axes, *after.axes}
-                if before.size % math.prod(n for axis, n in self.sizes if axis in axes):
+        pairs: list[tuple[Axes, Axes]] = []
+        for before, after in zip(have.dims, want.dims, strict=True):
+            if before is not after or any(sub.axes for sub in before):
+                found = _evenly_split(before, after, self.sizes)
+                if found is None:
                     return None
-                pairs.append((before.axes, after.axes))
+                pairs += found
         return (*sorted(pairs), have.pending, want.pending)
 
     def table(
@@ -135,3 +113,18 @@ class Reshards:
             rows = [[self.seconds(h, w, itemsize, times, calls) for w in want] for h in have]
             self._tables[key] = np.array(rows, dtype=np.float64).reshape(len(have), len(want))
         return self._tables[key]
+
+
+@functools.lru_cache(maxsize=16384)
+def _evenly_split(before: Dim, after: Dim, sizes: Sizes) -> tuple[tuple[Axes, Axes], ...] | None:
+    """The axes of each split sub-dim of a dim, before and after; None if one is split unevenly."""
+    cut, pairs = common_dim(before, after, sizes), []
+    if cut is None:
+        return None
+    for b, a in zip(*cut, strict=True):
+        axes = {*b.axes, *a.axes}
+        if axes and b.size % math.prod(n for axis, n in sizes if axis in axes):
+            return None
+        if axes:
+            pairs.append((b.axes, a.axes))
+    return tuple(pairs)
