@@ -301,6 +301,11 @@ class Shard(Rewrite):
                 rank = DERIVED
             inputs[node] = (_tag_layout(leaf, node), rank)
         leaves = dict(zip(placeholders, program.inputs, strict=True))
+        unread = tuple(
+            self._layout_of_hint(leaf, hint, node)
+            for node, leaf in leaves.items()
+            if leaf.role == "primal" and not node.users and (hint := leaf.hint(SpecHint)) is not None
+        )
         outputs: list[Layout | None] = []
         for i, (leaf, value) in enumerate(zip(program.outputs, output_values(graph), strict=True)):
             layout = self._layout_of_result(leaf, value)
@@ -312,7 +317,9 @@ class Shard(Rewrite):
         relative = open_constraints(graph, self.mesh)
         ranks = {n: constraint_rank(n, inputs) for n in (*constraints, *relative)}
         local = local_operations(graph)
-        return Given(inputs, tuple(outputs), constraints, ranks, relative, local=local, on=self.on)
+        return Given(
+            inputs, tuple(outputs), unread, constraints, ranks, relative, local=local, on=self.on
+        )
 
     def _layout_of_result(self, leaf: Leaf, value: fx.Node) -> Layout | None:
         """The layout that an output must have; None if it is left to propagation."""

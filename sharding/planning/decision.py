@@ -46,6 +46,7 @@ class Given:
     Attributes:
         inputs: the layout and rank of each placeholder; for a cotangent, the index of its output.
         outputs: the layout that each output must have; None if any layout will do.
+        unread: the layouts of plain inputs that nothing reads, of which only the shape may matter.
         constraints: the layout of each constraint node.
         ranks: the precedence of the shards that each constraint introduces.
         relative: for each constraint node that leaves a choice, the layouts that it may have. Rules take
@@ -60,6 +61,7 @@ class Given:
 
     inputs: dict[fx.Node, tuple[Layout, int] | int]
     outputs: tuple[Layout | None, ...]
+    unread: tuple[Layout, ...] = ()
     constraints: dict[fx.Node, Layout] = field(default_factory=dict)
     ranks: dict[fx.Node, int] = field(default_factory=dict)
     relative: dict[fx.Node, Relation] = field(default_factory=dict)
@@ -84,7 +86,8 @@ class Given:
     @property
     def layouts_of_inputs(self) -> list[Layout]:
         """The layouts of all inputs but cotangents."""
-        return [known[0] for known in self.inputs.values() if not isinstance(known, int)]
+        known = [known[0] for known in self.inputs.values() if not isinstance(known, int)]
+        return [*known, *self.unread]
 
     @property
     def ranked_layouts(self) -> list[tuple[Layout, int]]:

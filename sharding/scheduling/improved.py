@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -46,11 +47,11 @@ class Figures(NamedTuple):
     calls: int
     work: float
 
-    def dominates(self, other: Figures) -> bool:
+    def dominates(self, other: Figures, latencies: Iterable[float] = _LATENCIES) -> bool:
         """Whether a plan is faster than another on each machine, and much less is sent or computed."""
         if self.sending > _MOST * other.sending and self.work > _MOST * other.work:
             return False
-        machines = itertools.product(_LATENCIES, _SLOWER)
+        machines = itertools.product(latencies, _SLOWER)
         return all(self.seconds(*machine) < other.seconds(*machine) for machine in machines)
 
     def seconds(self, latency: float, slower: float) -> float:
@@ -72,10 +73,11 @@ class _Candidate:
         return _figures(self.plan, self.spmd, self.mesh)
 
     def or_better(self, plan: Plan) -> _Candidate:
-        """This one, or another plan if that is better."""
+        """This one, or another plan if that is better: if it splits more, whatever its calls take."""
         new = _Candidate(plan, self.mesh)
         lost, known = lost_axes(plan, self.mesh), lost_axes(self.plan, self.mesh)
-        return new if new.figures.dominates(self.figures) and lost <= known else self
+        latencies = _LATENCIES[:1] if lost < known else _LATENCIES
+        return new if lost <= known and new.figures.dominates(self.figures, latencies) else self
 
 
 def improved_plan(graph: fx.Graph, given: Given, mesh: Mesh) -> tuple[Plan, fx.Graph]:
