@@ -202,6 +202,11 @@ class Layout(metaclass=Interned):
         """The axes along which coordinates hold different values."""
         return frozenset(self.split_axes) | {a for a, _ in self.pending}
 
+    @functools.cached_property
+    def in_parts(self) -> bool:
+        """Whether a dim is several sub-dims."""
+        return any(len(dim) > 1 for dim in self.dims)
+
     @property
     def is_replicated(self) -> bool:
         return not self.axes

@@ -30,7 +30,7 @@ __all__ = ["Figures", "improved_plan"]
 
 _LATENCIES = (0.0, 64e-6)  # seconds: none, and that of 64 KB of what is sent
 _SLOWER = (1.0, 8.0)  # how many times as long computing takes
-_MOST = 0.75  # of what another plan sends or computes: where less is gained, plans by rules stay
+_MOST = 0.6  # of what another plan sends or computes: where less is gained, plans by rules stay
 
 
 class Figures(NamedTuple):

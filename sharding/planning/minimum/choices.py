@@ -64,6 +64,13 @@ class Choices:
         self.layouts: dict[fx.Node, dict[Layout, None]] = defaultdict(dict)
         self._in_parts: dict[fx.Node, list[Layout]] = defaultdict(list)
         self.staying = set[fx.Node]() if given.on else _staying(graph, given, now)
+        # Most values are neither: nothing else depends on what layouts they may have.
+        constrained = (v for node in given.relative for v in (node, *node.all_input_nodes))
+        self._related = {*self._tied, *map(self.value, constrained)}
+        carries = [node for node in now.option if node.target in CARRIES]
+        self._carried_on = {
+            self.value(v) for node in carries for v in (*node.all_input_nodes, *values_of(node).values())
+        }
         self._waiting = dict.fromkeys(now.option)
         for node, layout in (*now.home.items(), *now.kept.items()):
             self._add(node, (layout,))
@@ -100,9 +107,16 @@ class Choices:
         value = self.value(value)
         known = self.layouts[value]
         for layout in layouts:
-            if layout not in known:
-                known[layout] = None
-                self._visit_again(value, layout)
+            if layout in known:
+                continue
+            known[layout] = None
+            if layout.in_parts:
+                self._in_parts[value].append(layout)
+                self._waiting.update(dict.fromkeys(self._near(value)))
+            elif value in self._carried_on:
+                near = [n for n in self._near(value) if n.target in CARRIES]
+                self._waiting.update(dict.fromkeys(near))
+            if value in self._related:
                 self._relate(value, layout)
 
     def _relate(self, value: fx.Node, layout: Layout) -> None:
@@ -114,15 +128,10 @@ class Choices:
             if node in self._relative:
                 self._add(node, (self._relative[node](layout.reduced(), self.sizes),))
 
-    def _visit_again(self, value: fx.Node, layout: Layout) -> None:
-        near: list[fx.Node] = []
+    def _near(self, value: fx.Node) -> Iterator[fx.Node]:
+        """The operations that compute a value, and those that read it."""
         for version in self._versions.get(value, (value,)):
-            near += (source_of(version), *version.users)
-        if any(len(dim) > 1 for dim in layout.dims):
-            self._in_parts[value].append(layout)
-        else:
-            near = [n for n in near if n.target in CARRIES]
-        self._waiting.update((n, None) for n in near if n in self.now.option)
+            yield from (n for n in (source_of(version), *version.users) if n in self.now.option)
 
     def _cuts(self, node: fx.Node, call: Call) -> tuple[tuple[int, Layout], ...]:
         """Layouts of operands (by position) and of the first result (-1) with dims of several parts."""

@@ -25,7 +25,7 @@ from torchard.sharding.planning.minimum.model import Energy, EnergyModel
 __all__ = ["Minimized", "minimized"]
 
 _LITTLE = 1e-9
-_TURNS = 4  # times that each axis is tried
+_TURNS = 4  # times that each axis is tried on a given machine; once without one
 
 
 class Minimized(NamedTuple):
@@ -52,7 +52,7 @@ def minimized(
     """
     energy, best = Energy(graph, given, sizes, alternatives), Minimized(start, np.inf)
     waiting = deque(axes)
-    for _ in range(_TURNS * len(waiting)):
+    for _ in range((_TURNS if given.on else 1) * len(waiting)):
         if not waiting:
             break
         axis = waiting.popleft()

@@ -78,7 +78,7 @@ class Reshards:
         return _Seconds(each.per_byte * elements, each.per_time)
 
     def _searched(self, have: Layout, want: Layout) -> _Seconds:
-        table, per_byte, per_time = dict(self.sizes), 0.0, 0.0
+        per_byte, per_time = 0.0, 0.0
         for step in plan(have, want, self.sizes):
             if step.collective.sends:
                 link = self.machine.link_of(step.axes, step.kind)

@@ -15,18 +15,14 @@ from paths import BENCHMARKS
 # What stands in the way of the expert's plan.
 MORE = {
     "LoRA, merged, Megatron, 2x2": "a third of the bytes is saved: too little to replace a plan",
-    "GAN step": "work is split by one collective more",
-    "generator step, shape of the batch": "noise is drawn whole: nothing that is split reads it",
-    "Muon, rows split": "the minimum computes more than the plan by rules",
+    "Muon, rows split": "ranks would repeat the products of what was split",
     "Muon step, fully sharded": "an axis that splits parameters and a batch is planned by rules",
     "Llama, 2 layers, last dims split, gradient of inputs": "halves of q and k are summed apart",
     "SimCLR": "logits are gathered, that their diagonal is written",
     "ResNet block, group norm, height split": "a kernel's gradient fetches the input's rows again",
-    "U-Net, height split, gradient": "a kernel's gradient fetches the input's rows again",
     "click model, table split, gradient": "an axis that splits parameters and a batch",
     "causal convolution, time split": "padding and convolution fetch a window each",
     "convolutions, time split, gradient": "a kernel's gradient fetches the input's rows again",
-    "MLP-Mixer, patches split, forward": "an eighth of the bytes, by one collective more",
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchard import Link, Machine, Mesh, P, ShapeDtype, repeat, shard
+from torchard import Link, Machine, Mesh, P, ShapeDtype, random, repeat, shard
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.scheduling.improved import Figures
 from torchard.sharding.values.spec import layout_of
@@ -21,7 +21,8 @@ DP, TP = Mesh({"dp": 4}, virtual=True), Mesh({"tp": 4}, virtual=True)
     [
         (Figures(0.5, 10, 1.0), True),
         (Figures(1.0, 10, 0.5), True),
-        (Figures(0.5, 11, 1.0), False),  # latencies
+        (Figures(0.5, 11, 1.0), True),
+        (Figures(0.5, 18_000, 1.0), False),  # latencies
         (Figures(0.5, 10, 2.0), False),  # on a slow computer
         (Figures(1.5, 10, 0.95), False),  # on a slow network
         (Figures(0.95, 10, 0.95), False),  # nearly equal
@@ -30,6 +31,20 @@ DP, TP = Mesh({"dp": 4}, virtual=True), Mesh({"tp": 4}, virtual=True)
 )
 def test_better_on_every_machine(found: Figures, better: bool) -> None:
     assert found.dominates(Figures(1.0, 10, 1.0)) is better
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_axis_that_splits_what_nothing_reads_splits_the_work(reads: bool) -> None:
+    """Noise has the batch's shape, of which a plain argument tells nothing else."""
+
+    def fn(w: Tensor, x: Tensor, key: Tensor) -> Tensor:
+        noise = random.normal(key, x.shape, x.dtype)
+        return torch.tanh((noise + x if reads else noise) @ w).square().sum()
+
+    args = ShapeDtype((64, 64)), ShapeDtype((4096, 64)), random.key(0)
+    plan = shard(torch.func.grad(fn), DP, (P(), P("dp"), P()), P()).lower(*args)
+    assert plan.work.rank_flops < plan.work.flops / 3.5
+    assert {c.kind for c in plan.collectives} == {"all_reduce"}
 
 
 def test_a_reshard_takes_its_bytes_and_a_latency_in_each_iteration() -> None:
