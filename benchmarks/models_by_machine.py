@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import itertools
 import sys
 import traceback
 import warnings
@@ -55,8 +57,10 @@ def single(values: Any) -> Any:
 def families(only: str) -> Iterator[Model]:
     for name, family in FAMILIES.items():
         if only in name:
-            case = Case(replace(family(), dtype=torch.float32))
-            loss, args = case.loss(case.fn), (single(case.params), single(case.inputs))
+            tiny = family()
+            inputs = functools.partial(single, tiny.inputs())
+            case = Case(replace(tiny, dtype=torch.float32, inputs=inputs))
+            loss, args = case.loss(case.fn), (case.params, case.inputs)
             for axis, batch in (("fsdp", P("fsdp")), ("tp", P())):
                 specs = {
                     k: P(axis) if p.ndim and p.shape[0] % RANKS == 0 else P()
@@ -111,7 +115,7 @@ def measured(only: str, rounds: int) -> list[list[str]]:
     """The rows of all models; what fails is printed, and left out."""
     warnings.simplefilter("ignore")
     rows, on = list[list[str]](), dict[str, Machine]()
-    for model in (*networks(only), *families(only)):
+    for model in itertools.chain(networks(only), families(only)):
         try:
             if model.axis not in on:
                 on[model.axis] = machines.measure(Mesh({model.axis: RANKS}))
