@@ -24,6 +24,7 @@ from torchard.sharding.rules import Call, rule_of
 __all__ = ["CARRIES", "Choices", "columns", "is_part"]
 
 CARRIES = (enter, again, leave)
+_MOVES = 400_000  # from one layout of a value to another
 Passed = tuple[tuple[str, frozenset[int]], ...]
 
 
@@ -71,7 +72,7 @@ class Choices:
         self._carried_on = {
             self.value(v) for node in carries for v in (*node.all_input_nodes, *values_of(node).values())
         }
-        self._waiting = dict.fromkeys(now.option)
+        self._waiting, self._moves = dict.fromkeys(now.option), 0
         for node, layout in (*now.home.items(), *now.kept.items()):
             self._add(node, (layout,))
         for value, layout in zip(values, now.outputs, strict=True):
@@ -110,6 +111,9 @@ class Choices:
             if layout in known:
                 continue
             known[layout] = None
+            self._moves += 2 * len(known) - 1
+            if self._moves > _MOVES:
+                raise TooWide
             if layout.in_parts:
                 self._in_parts[value].append(layout)
                 self._waiting.update(dict.fromkeys(self._near(value)))

@@ -1,7 +1,8 @@
 """A plan as the minimum of its seconds on a machine (`model.py`).
 
 The minimum is exact along one axis, given what the others do, or has a bound where that takes too long
-(`bounds.py`). Axes take turns until none improves the plan, and then may go in pairs.
+(`bounds.py`). Axes take turns until none improves the plan: first each value is in one layout, then some
+are in two. Then axes may go in pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchard.sharding.planning.decision import Given, LayoutDecision
 from torchard.sharding.planning.minimum.alternatives import NONE, Alternatives
 from torchard.sharding.planning.minimum.bounds import solved
 from torchard.sharding.planning.minimum.elimination import TooWide
-from torchard.sharding.planning.minimum.model import Energy, EnergyModel
+from torchard.sharding.planning.minimum.model import IN_TWO, Energy, EnergyModel
 
 __all__ = ["Minimized", "minimized"]
 
@@ -50,35 +51,36 @@ def minimized(
     Args:
         pairs: whether then the axes are tried two at a time.
     """
-    energy, best = Energy(graph, given, sizes, alternatives), Minimized(start, np.inf)
+    energy, axes = Energy(graph, given, sizes, alternatives), list(axes)
+    best = _by_turns(energy, axes, Minimized(start, np.inf), 0)
+    if given.on:
+        best = _by_turns(energy, axes, best, IN_TWO)
+    for pair in itertools.combinations(axes, 2) if pairs else ():
+        best = _along(energy, pair, best, 0)
+    return best
+
+
+def _by_turns(energy: Energy, axes: list[str], best: Minimized, most_in_two: int) -> Minimized:
+    """A decision that no change along one axis improves."""
     waiting = deque(axes)
-    for _ in range((_TURNS if given.on else 1) * len(waiting)):
+    for _ in range((_TURNS if energy.given.on else 1) * len(axes)):
         if not waiting:
             break
         axis = waiting.popleft()
-        found = _along(energy, (axis,), best)
+        found = _along(energy, (axis,), best, most_in_two)
         if found.decision is not best.decision:
             waiting.extend(a for a in axes if a not in waiting and a != axis)
         best = found
-    for pair in itertools.combinations(axes, 2) if pairs else ():
-        best = _along(energy, pair, best)
     return best
 
 
-def _along(energy: Energy, axes: tuple[str, ...], now: Minimized) -> Minimized:
-    """The cheapest decision that differs along some axes only, or the same one, if that is none.
-
-    First each value is in one layout, then some are in two, where there are few: that is along one axis.
-    """
-    best = now
+def _along(
+    energy: Energy, axes: tuple[str, ...], now: Minimized, most_in_two: int
+) -> Minimized:
+    """The cheapest decision that differs along some axes only, or the same one, if that is none."""
     with contextlib.suppress(TooWide):
-        choices = energy.choices(axes, now.decision)
-        best = _solved(EnergyModel(energy, choices, most_in_two=0), now)
-        if energy.given.on and len(axes) == 1:
-            if best.decision is not now.decision:
-                choices = energy.choices(axes, best.decision)
-            best = _solved(EnergyModel(energy, choices), best)
-    return best
+        return _solved(EnergyModel(energy, energy.choices(axes, now.decision), most_in_two), now)
+    return now
 
 
 def _solved(model: EnergyModel, now: Minimized) -> Minimized:

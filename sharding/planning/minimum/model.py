@@ -54,13 +54,13 @@ from torchard.sharding.planning.minimum.later_passes import LaterPasses
 from torchard.sharding.planning.minimum.reshards import Reshards
 from torchard.sharding.rules import Call
 
-__all__ = ["Energy", "EnergyModel", "link_within"]
+__all__ = ["IN_TWO", "Energy", "EnergyModel", "link_within"]
 
 _SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
 _EARLY = 1e-15  # seconds of a sum completed before it must be: late ones are merged
 _FREE = 1e-11  # seconds of a move that sends nothing
 _RESHARDS, _FEW_RESHARDS = 40_000, 4000  # pairs of layouts, on a given machine and without one
-_IN_TWO = 12  # layouts of a value that may be in two
+IN_TWO = 12  # layouts of a value that may be in two
 _OPTIONS = 64  # of an operation along one axis, and layouts of a value
 
 
@@ -139,7 +139,7 @@ class EnergyModel:
         most_in_two: values of more layouts are in two at once only where they are so already.
     """
 
-    def __init__(self, energy: Energy, choices: Choices, most_in_two: int = _IN_TWO) -> None:
+    def __init__(self, energy: Energy, choices: Choices, most_in_two: int = IN_TWO) -> None:
         self.energy, self.choices, self.most_in_two = energy, choices, most_in_two
         self.alternatives = energy.alternatives
         self.given, self.graph = energy.given, energy.graph
