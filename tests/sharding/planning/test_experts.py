@@ -14,7 +14,6 @@ from paths import BENCHMARKS
 
 # What stands in the way of the expert's plan.
 MORE = {
-    "LoRA, merged, Megatron, 2x2": "a third of the bytes is saved: too little to replace a plan",
     "Muon, rows split": "ranks would repeat the products of what was split",
     "Muon step, fully sharded": "an axis that splits parameters and a batch is planned by rules",
     "Llama, 2 layers, last dims split, gradient of inputs": "halves of q and k are summed apart",
