@@ -1,7 +1,8 @@
 """What later passes make of moves: which are made again, and which are merged.
 
 A backward gathers parameters again that are split over the batch's axes (`scheduling/gathers.py`).
-Gathers of a layer's parameters, and sums of gradients, become few calls (`scheduling/bucket.py`).
+Gathers of a layer's parameters, and sums of gradients or of what is returned of them, become few calls
+(`scheduling/bucket.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from torchard.functional.programs.tags import PHASE
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.planning.decision import BATCH, PARAMETER, Given
 from torchard.sharding.planning.minimum.choices import is_part
+from torchard.sharding.planning.minimum.reshards import Calls
+from torchard.sharding.planning.updates import after_backward
 
 __all__ = ["LaterPasses"]
 
 _MERGED = 0.1  # of a call: about ten parameters have a layer, or a bucket of gradients
+_ALONE = Calls()
 
 
 class LaterPasses:
@@ -39,8 +43,11 @@ class LaterPasses:
                 roots[node] = roots[node.all_input_nodes[0]]
         self._read_twice = {v for v in roots if len(_phases(v)) > 1}
         # A parameter that is split on entry is gathered by itself.
-        self._merged = {v for v, root in roots.items() if root.op == "placeholder"}
-        self._merged |= {node for node in nodes if _is_gradient(node)}
+        self._calls = {
+            v: Calls(moves=_MERGED) for v, root in roots.items() if root.op == "placeholder"
+        }
+        late = after_backward(graph) if given.on else set()
+        self._calls |= {node: Calls(sums=_MERGED) for node in late if _waits(node)}
 
     def makes_again(self, value: fx.Node) -> bool:
         """Whether a backward gathers a value again, along the axes of the batch."""
@@ -51,9 +58,9 @@ class LaterPasses:
         gathered = {*have.split_axes} - {*want.split_axes}
         return 2 if self.makes_again(value) and gathered and gathered <= self.axes else 1
 
-    def calls(self, value: fx.Node) -> float:
-        """The calls that a collective on a value is, of those with which it is merged."""
-        return _MERGED if value in self._merged else 1.0
+    def calls(self, value: fx.Node) -> Calls:
+        """The calls that collectives on a value are, of those with which they are merged."""
+        return self._calls.get(value, _ALONE)
 
 
 def _is_parameter(node: fx.Node, given: Given) -> bool:
@@ -67,9 +74,11 @@ def _is_part(node: fx.Node) -> bool:
     return is_part(node) or node.target is listed
 
 
-def _is_gradient(node: fx.Node) -> bool:
-    """Whether a value is the last of a backward: what reads it is an update, or nothing."""
-    return PHASE.get(node) == "backward" and all(PHASE.get(u) != "backward" for u in node.users)
+def _waits(node: fx.Node) -> bool:
+    """Whether a backward's result, or what follows it, is only returned or read by an update."""
+    if PHASE.get(node) == "backward":
+        return all(PHASE.get(user) != "backward" for user in node.users)
+    return all(user.op == "output" for user in node.users)
 
 
 def _phases(value: fx.Node) -> set[bool]:

@@ -51,7 +51,7 @@ from torchard.sharding.planning.minimum.bounds import SweepBudget, restricted
 from torchard.sharding.planning.minimum.choices import CARRIES, Choices, columns
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
 from torchard.sharding.planning.minimum.later_passes import LaterPasses
-from torchard.sharding.planning.minimum.reshards import Reshards
+from torchard.sharding.planning.minimum.reshards import Calls, Reshards
 from torchard.sharding.rules import Call
 
 __all__ = ["IN_TWO", "Energy", "EnergyModel", "link_within"]
@@ -106,7 +106,7 @@ class Energy:
             self._works[key] = moved * times(node) + kept
         return self._works[key]
 
-    def element(self, value: fx.Node) -> tuple[int, int, float]:
+    def element(self, value: fx.Node) -> tuple[int, int, Calls]:
         """The bytes of an element of a value, how often it is computed, and the calls of a move."""
         return VAL.of(value).dtype.itemsize, times(value), self.later.calls(value)
 

@@ -13,17 +13,25 @@ from torchard.sharding.layouts.layout import Axes, Dim, Layout, Sizes
 from torchard.sharding.layouts.reshard import common_dim, plan
 from torchard.sharding.planning.minimum.elimination import Table, TooWide
 
-__all__ = ["Reshards"]
+__all__ = ["Calls", "Reshards"]
 
 _MOST = 4000  # pairs of layouts
 _FIRST = 1e-12  # seconds of a collective: of equal plans, that with the fewest is chosen
 
 
+class Calls(NamedTuple):
+    """The part of a call's latency that a collective has: if it sums, and if it does not."""
+
+    sums: float = 1.0
+    moves: float = 1.0
+
+
 class _Seconds(NamedTuple):
-    """The seconds of a reshard for each byte of an element, and for each time it is done."""
+    """The seconds of a reshard for each byte of an element, and of the latencies of its collectives."""
 
     per_byte: float
-    per_time: float
+    sums: float
+    moves: float
 
 
 _Pattern = tuple[Any, ...]
@@ -46,15 +54,12 @@ class Reshards:
         self._tables: dict[object, Table] = {}
 
     def seconds(
-        self, have: Layout, want: Layout, itemsize: int, times: int, calls: float
+        self, have: Layout, want: Layout, itemsize: int, times: int, calls: Calls
     ) -> float:
-        """The seconds from one layout to another; infinite where there is no way.
-
-        Args:
-            calls: the part of a latency that each collective has.
-        """
+        """The seconds from one layout to another; infinite where there is no way."""
         each = self._each(have, want)
-        return times * (each.per_byte * itemsize + each.per_time * calls)
+        latencies = each.sums * calls.sums + each.moves * calls.moves
+        return times * (each.per_byte * itemsize + latencies)
 
     def _each(self, have: Layout, want: Layout) -> _Seconds:
         known = self._known.get((have, want))
@@ -66,27 +71,30 @@ class Reshards:
 
     def _found(self, have: Layout, want: Layout) -> _Seconds:
         if set(want.pending) - set(have.pending) or have.varying != want.varying:
-            return _Seconds(float("inf"), 0.0)
+            return _Seconds(float("inf"), 0.0, 0.0)
         elements = math.prod(have.shape)
         pattern = self._pattern(have, want) if elements else None
         if pattern is None:
             return self._searched(have, want)
         if pattern not in self._evenly:
             known = self._searched(have, want)
-            self._evenly[pattern] = _Seconds(known.per_byte / elements, known.per_time)
+            self._evenly[pattern] = known._replace(per_byte=known.per_byte / elements)
         each = self._evenly[pattern]
-        return _Seconds(each.per_byte * elements, each.per_time)
+        return _Seconds(each.per_byte * elements, each.sums, each.moves)
 
     def _searched(self, have: Layout, want: Layout) -> _Seconds:
-        per_byte, per_time = 0.0, 0.0
+        per_byte, sums, moves = 0.0, 0.0, 0.0
         for step in plan(have, want, self.sizes):
+            latency = _FIRST / 10
             if step.collective.sends:
                 link = self.machine.link_of(step.axes, step.kind)
                 per_byte += step.elements(self.sizes) / link.bandwidth
-                per_time += link.latency + _FIRST
+                latency = link.latency + _FIRST
+            if step.reduction is None:
+                moves += latency
             else:
-                per_time += _FIRST / 10
-        return _Seconds(per_byte, per_time)
+                sums += latency
+        return _Seconds(per_byte, sums, moves)
 
     def _pattern(self, have: Layout, want: Layout) -> _Pattern | None:
         """The axes of each sub-dim before and after, in any order; None if one is split unevenly."""
@@ -105,7 +113,7 @@ class Reshards:
         want: tuple[Layout, ...],
         itemsize: int,
         times: int,
-        calls: float,
+        calls: Calls,
     ) -> Table:
         """The seconds from each layout to each other one; equal tables are one object."""
         key = have, want, itemsize, times, calls

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchard import Link, Machine, Mesh, P, ShapeDtype, random, repeat, shard
-from torchard.sharding.planning.minimum.reshards import Reshards
+from torchard.sharding.planning.minimum.reshards import Calls, Reshards
 from torchard.sharding.scheduling.improved import Figures
 from torchard.sharding.values.spec import layout_of
 
@@ -52,9 +52,11 @@ def test_a_reshard_takes_its_bytes_and_a_latency_in_each_iteration() -> None:
     rows, whole = layout_of(P("tp"), (8, 5), TP), layout_of(P(), (8, 5), TP)
     reshards = Reshards(TP.sizes, machine)
     gather = 8 * 5 * 3 / 4 * 2 / 1000
-    assert reshards.seconds(rows, whole, 2, 3, 1.0) == pytest.approx(3 * (gather + 7))
-    assert reshards.seconds(rows, whole, 2, 3, 0.1) == pytest.approx(3 * (gather + 0.7))
-    assert reshards.seconds(whole, rows, 2, 3, 1.0) == pytest.approx(0)
+    merged_moves, merged_sums = Calls(moves=0.1), Calls(sums=0.1)
+    assert reshards.seconds(rows, whole, 2, 3, Calls()) == pytest.approx(3 * (gather + 7))
+    assert reshards.seconds(rows, whole, 2, 3, merged_moves) == pytest.approx(3 * (gather + 0.7))
+    assert reshards.seconds(rows, whole, 2, 3, merged_sums) == pytest.approx(3 * (gather + 7))
+    assert reshards.seconds(whole, rows, 2, 3, Calls()) == pytest.approx(0)
 
 
 def sent(run: Any, *args: Any) -> list[tuple[str, int]]:

@@ -230,6 +230,29 @@ def test_a_transformer_without_latencies(axes: dict[str, int], batch: P, most: i
         torch.testing.assert_close(whole.double(), other, rtol=1e-4, atol=1e-5)
 
 
+def moments(w: Tensor, gradients: Tensor) -> Any:
+    return gradients.square().mean(0), gradients.mean(0)
+
+
+def clipped(w: Tensor, gradients: Tensor) -> Any:
+    sizes = gradients.square().sum(1, keepdim=True).sqrt()
+    return w - 0.1 * (gradients / sizes.clamp(min=1)).sum(0)
+
+
+@pytest.mark.parametrize("update", [moments, clipped])
+def test_gradients_of_examples_are_summed_not_gathered(update: Callable[..., Any]) -> None:
+    """Sums of what is returned are merged; gathers of the examples' gradients are not."""
+
+    def step(w: Tensor, x: Tensor, y: Tensor) -> Any:
+        loss = torch.func.grad(lambda w, x, y: (torch.tanh(x * w).sum() - y).square())
+        return update(w, torch.func.vmap(loss, (None, 0, 0))(w, x, y))
+
+    machine = Machine("m", {"float32": 1e11}, 1e10, link=Link(1e9, 1e-5))
+    run = shard(step, Mesh({"dp": 4}, virtual=True), (P(), P("dp"), P("dp")), P(), machine=machine)
+    args = ShapeDtype((32,)), ShapeDtype((64, 32)), ShapeDtype((64,))
+    assert [c.kind for c in run.lower(*args).collectives] == ["all_reduce"]
+
+
 def test_gathers_that_are_merged_share_a_latency() -> None:
     """The weights of each layer are gathered by one call, in place of two sums of activations."""
     params, mesh = parameters(), Mesh({"tp": 4}, virtual=True)
