@@ -31,6 +31,7 @@ __all__ = ["Bounded", "SweepBudget", "restricted", "solved"]
 _EACH = 10  # sweeps between two bounds
 _RISES = 1e-4  # of itself: where the bound rises by less from one to the next, the search ends
 _SHARE = 0.4  # of what is left of the budget, for one bound
+_FEWER = 0.95  # of the states: where more are left than that, no new search is tried
 _QUICKLY = 200_000  # entries of a table
 _NEIGHBOURS = 2  # of a variable that is eliminated exactly: what is left has terms of two variables
 _SMALL = 2500  # entries of a term
@@ -87,7 +88,7 @@ def _near(
     near = Bounded(np.inf, [], -np.inf)
     if known is not None:
         near = Bounded(problem.cost(known), known, -np.inf)
-    dual, before = _Dual(problem, near.cost), -np.inf
+    dual, before, fewest = _Dual(problem, near.cost), -np.inf, sum(problem.sizes)
     work = _EACH * dual.work
     least = max(min(budget.left * (1 - _SHARE), budget.left - work), 0)
     while dual.bound - before > _RISES * abs(dual.bound) or before == -np.inf:
@@ -99,8 +100,12 @@ def _near(
         states = dual.solution()
         if (cost := problem.cost(states)) < near.cost or not near.states:
             near = Bounded(cost, states, -np.inf)
+        kept = dual.within(near)
+        if (count := sum(map(len, kept))) > _FEWER * fewest:
+            continue
+        fewest = count
         with contextlib.suppress(TooWide):
-            cost, states = restricted(problem, dual.within(near), min(largest, _QUICKLY))
+            cost, states = restricted(problem, kept, min(largest, _QUICKLY))
             return Bounded(cost, states, cost)
     if not dual.excess:
         raise TooWide
