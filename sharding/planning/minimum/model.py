@@ -61,6 +61,7 @@ _EARLY = 1e-15  # seconds of a sum completed before it must be: late ones are me
 _FREE = 1e-11  # seconds of a move that sends nothing
 _RESHARDS, _FEW_RESHARDS = 40_000, 4000  # pairs of layouts, on a given machine and without one
 IN_TWO = 12  # layouts of a value that may be in two
+_IN_ANY_TWO = 6  # layouts of a value that may be in each two of them: about as many places
 _OPTIONS = 64  # of an operation along one axis, and layouts of a value
 
 
@@ -137,10 +138,18 @@ class EnergyModel:
 
     Args:
         most_in_two: values of more layouts are in two at once only where they are so already.
+        most_in_any_two: of values of more layouts, one of the two is where the value is now.
     """
 
-    def __init__(self, energy: Energy, choices: Choices, most_in_two: int = IN_TWO) -> None:
-        self.energy, self.choices, self.most_in_two = energy, choices, most_in_two
+    def __init__(
+        self,
+        energy: Energy,
+        choices: Choices,
+        most_in_two: int = IN_TWO,
+        most_in_any_two: int = _IN_ANY_TWO,
+    ) -> None:
+        self.energy, self.choices = energy, choices
+        self.most_in_two, self.most_in_any_two = most_in_two, most_in_any_two
         self.alternatives = energy.alternatives
         self.given, self.graph = energy.given, energy.graph
         self.table = energy.reshards.table
@@ -267,7 +276,11 @@ class EnergyModel:
         if len(layouts) > self.most_in_two:
             return single
         home, _ = self._now(value)
-        pairs = [pair for x in layouts for pair in ((home, x), (x, home)) if x is not home]
+        pairs = [
+            pair
+            for pair in itertools.permutations(layouts, 2)
+            if len(layouts) <= self.most_in_any_two or home in pair
+        ]
         return [*dict.fromkeys(single + [pair for pair in pairs if self._pays(value, *pair)])]
 
     def _now(self, value: fx.Node) -> Place:

@@ -114,7 +114,7 @@ class PlanSpace:
         if max(shared, default=0) ** 2 > _PLACES:  # a value may be in each two of them
             raise TooWide
         self.costs, self.axes = costs, axes
-        self.model = EnergyModel(energy, choices, most_in_two=_OPTIONS)
+        self.model = EnergyModel(energy, choices, most_in_two=_OPTIONS, most_in_any_two=_OPTIONS)
         self.states = self._states(costs.decision)
         seconds = costs.seconds(costs.decision)
         self.little = _EQUAL * seconds

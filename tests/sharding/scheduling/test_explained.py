@@ -195,6 +195,26 @@ def test_a_better_plan_is_named() -> None:
 
 
 
+def test_a_bound_holds_for_values_in_any_two_layouts() -> None:
+    """Rules gather what a minimum moves once from rows to columns."""
+
+    def along(h: Tensor, dim: int) -> list[Tensor]:
+        pairs = h.sort(dim), h.sort(dim, descending=True), h.cummax(dim), h.cummin(dim)
+        return [h.cumprod(dim), *(values for values, _ in pairs)]
+
+    def fn(x: Tensor) -> list[Tensor]:
+        h = torch.relu(x)
+        return along(h, 0) + along(h, 1)
+
+    specs: Any = {"in_specs": (P("tp"),), "out_specs": [P(None, "tp")] * 5 + [P("tp")] * 5}
+    by_rules, minimized = (
+        shard(fn, TP, machine=machine, **specs).lower(ShapeDtype((64, 64))).plan
+        for machine in (None, PLANNING)
+    )
+    assert minimized.seconds < by_rules.seconds / 2
+    assert by_rules.bound == pytest.approx(minimized.seconds, rel=1e-4)
+
+
 def test_where_other_plans_are_too_many_there_is_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(minimized_model, "_RESHARDS", 3)
     plan = shard(mlp, TP, **MEGATRON).lower(*shapes(8, 8, 8, 8)).plan
