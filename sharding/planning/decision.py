@@ -29,6 +29,8 @@ __all__ = [
     "LayoutDecision",
     "Plan",
     "Relation",
+    "contested_axes",
+    "gathered_axes",
     "seconds_per_point",
     "work_of",
 ]
@@ -178,3 +180,27 @@ def _work_per_point(node: fx.Node, machine: Machine) -> float:
         weight = busy_seconds(node, machine) / max(points(rule_of(Call.of(node)), (), ()), 1)
         WEIGHT.set(node, (machine, weight))
     return weight
+
+
+def gathered_axes(given: Given) -> frozenset[str]:
+    """Axes that split both parameters and the rows of a batch: parameters are gathered along them."""
+    return _beside_parameters(given, rows=True)
+
+
+def contested_axes(given: Given) -> frozenset[str]:
+    """Axes that split both parameters and an inner dim of another input."""
+    return _beside_parameters(given, rows=False)
+
+
+def _beside_parameters(given: Given, rows: bool) -> frozenset[str]:
+    """Axes that split parameters, and the rows or an inner dim of a batch."""
+    placed = given.ranked_layouts
+    of_parameters = {a for layout, rank in placed if rank == PARAMETER for a in layout.split_axes}
+    of_batch = {
+        axis
+        for layout, rank in placed
+        if rank == BATCH
+        for axis in layout.split_axes
+        if (layout.dim_of(axis) == 0) == rows
+    }
+    return frozenset(of_parameters & of_batch)

@@ -22,7 +22,7 @@ from torchard.sharding.planning.decision import Given, Plan, seconds_per_point
 from torchard.sharding.planning.minimum.minimum import minimized
 from torchard.sharding.planning.minimum.model import link_within
 from torchard.sharding.planning.minimum.plan import planned
-from torchard.sharding.planning.propagation.plan import choose, gathered_axes, lost_axes
+from torchard.sharding.planning.propagation.plan import choose, lost_axes
 from torchard.sharding.scheduling.partition import partition
 from torchard.sharding.values.mesh import Mesh
 
@@ -91,7 +91,8 @@ def improved_plan(graph: fx.Graph, given: Given, mesh: Mesh) -> tuple[Plan, fx.G
         plan = planned(graph, given, mesh)
         return plan, partition(plan.graph, plan.given, plan.decision, mesh.sizes)
     best = _Candidate(choose(graph, given, mesh), mesh)
-    axes = [] if given.local else _free_axes(given, mesh)
+    split = frozenset[str]() if given.local else given.split_axes(mesh.sizes)
+    axes = [a for a in mesh.axes if a in split and mesh.shape[a] > 1]  # others stay idle
     if axes:
         plan = best.plan
         known = replace(plan.given, outputs=plan.decision.outputs)
@@ -99,16 +100,6 @@ def improved_plan(graph: fx.Graph, given: Given, mesh: Mesh) -> tuple[Plan, fx.G
         if found.decision is not plan.decision:
             best = best.or_better(replace(plan, decision=found.decision))
     return best.plan, best.spmd
-
-
-def _free_axes(given: Given, mesh: Mesh) -> list[str]:
-    """The axes along which a plan may be improved.
-
-    Axes that split nothing that is given stay idle. Along axes that split them and the rows of a batch,
-    parameters are gathered, however few the rows are.
-    """
-    free = given.split_axes(mesh.sizes) - gathered_axes(given)
-    return [a for a in mesh.axes if a in free and mesh.shape[a] > 1]
 
 
 def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
+from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.markers import again, enter, leave, row
 from torchard.functional.torch_internals.operators import aten
@@ -16,7 +17,7 @@ from torchard.sharding.layouts.factors import Rule
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, atomic, build, factor_axes
 from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.planning.decision import Given, LayoutDecision
+from torchard.sharding.planning.decision import Given, LayoutDecision, gathered_axes
 from torchard.sharding.planning.minimum.alternatives import Alternatives, source_of, values_of
 from torchard.sharding.planning.minimum.elimination import TooWide
 from torchard.sharding.rules import Call, rule_of
@@ -38,7 +39,8 @@ class Choices:
         options: by operation; the first is that of the decision.
         layouts: by value: all in which an operation computes it, and all in which one reads it.
         staying: split inputs, and views of them, that the decision does not move: products are split as
-            the parameters are that they read. None if the time on a given machine decides.
+            the parameters are that they read. None if the time on a given machine decides, or if products
+            stay as they are: along axes that split both parameters and a batch.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Choices:
         self.sizes, self.axes, self.now, self.most = sizes, axes, now, most
         self.value, self._versions = alternatives.value, alternatives.versions
         self._relative, self._local = given.relative, given.local
+        self._gathered = not given.on and not gathered_axes(given).isdisjoint(axes)
         values = output_values(graph)
         self.cotangents: dict[int, list[fx.Node]] = defaultdict(list)  # by the output of their layout
         self._tied: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -64,7 +67,8 @@ class Choices:
         self.options: dict[fx.Node, tuple[Option, ...]] = {}
         self.layouts: dict[fx.Node, dict[Layout, None]] = defaultdict(dict)
         self._in_parts: dict[fx.Node, list[Layout]] = defaultdict(list)
-        self.staying = set[fx.Node]() if given.on else _staying(graph, given, now)
+        free = given.on or self._gathered
+        self.staying = set[fx.Node]() if free else _staying(graph, given, now)
         # Most values are neither: nothing else depends on what layouts they may have.
         constrained = (v for node in given.relative for v in (node, *node.all_input_nodes))
         self._related = {*self._tied, *map(self.value, constrained)}
@@ -98,6 +102,8 @@ class Choices:
 
     def _options(self, node: fx.Node, call: Call) -> tuple[Option, ...]:
         option, local = self.now.option[node], self._local.get(node)
+        if self._gathered and is_product(node):
+            return (option,)
         if local is not None:
             option = local.free(option, self.sizes)
         found = _options(rule_of(call), option, self._cuts(node, call), self.axes, self.sizes)

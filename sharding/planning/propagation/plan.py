@@ -17,7 +17,7 @@ from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import atomic, factor_axes
 from torchard.sharding.planning.copies import copy_graph, given_in
-from torchard.sharding.planning.decision import BATCH, PARAMETER, Given, Plan, work_of
+from torchard.sharding.planning.decision import Given, Plan, contested_axes, work_of
 from torchard.sharding.planning.manual_options import local_operations
 from torchard.sharding.planning.propagation.propagate import (
     SWEEPS,
@@ -33,7 +33,6 @@ __all__ = [
     "IdleAxisWarning",
     "Plan",
     "choose",
-    "gathered_axes",
     "lost_axes",
     "warn_of_idle_axes",
 ]
@@ -87,34 +86,10 @@ def _chosen(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     one that gathers the parameters, and one that gathers the batch.
     """
     plan = _restored(graph, given, mesh)
-    contested = _contested(given)
+    contested = contested_axes(given)
     if not contested:
         return plan
     return min(plan, _restored(graph, replace(given, contested=contested), mesh), key=_total)
-
-
-def gathered_axes(given: Given) -> frozenset[str]:
-    """Axes that split both parameters and the rows of a batch: parameters are gathered along them."""
-    return _beside_parameters(given, rows=True)
-
-
-def _contested(given: Given) -> frozenset[str]:
-    """Axes that split both parameters and an inner dim of another input."""
-    return _beside_parameters(given, rows=False)
-
-
-def _beside_parameters(given: Given, rows: bool) -> frozenset[str]:
-    """Axes that split parameters, and the rows or an inner dim of a batch."""
-    placed = given.ranked_layouts
-    of_parameters = {a for layout, rank in placed if rank == PARAMETER for a in layout.split_axes}
-    of_batch = {
-        axis
-        for layout, rank in placed
-        if rank == BATCH
-        for axis in layout.split_axes
-        if (layout.dim_of(axis) == 0) == rows
-    }
-    return frozenset(of_parameters & of_batch)
 
 
 def _restored(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:

@@ -19,7 +19,6 @@ MORE = {
     "Llama, 2 layers, last dims split, gradient of inputs": "halves of q and k are summed apart",
     "SimCLR": "logits are gathered, that their diagonal is written",
     "ResNet block, group norm, height split": "a kernel's gradient fetches the input's rows again",
-    "click model, table split, gradient": "an axis that splits parameters and a batch",
     "causal convolution, time split": "padding and convolution fetch a window each",
     "convolutions, time split, gradient": "a kernel's gradient fetches the input's rows again",
 }
