@@ -132,6 +132,7 @@ bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; e
 	$(BIN)/python benchmarks/planning.py $(ARGS)
 	$(BIN)/python benchmarks/experts.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/by_machine.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/models_by_machine.py $(ARGS)
 	$(BIN)/python benchmarks/memory.py $(ARGS)
 	$(BIN)/python benchmarks/planned_memory.py $(ARGS)
 	$(BIN)/python benchmarks/decoding.py $(ARGS)

@@ -133,7 +133,9 @@ def measured(only: str, rounds: int) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="a text in the names of models")
-    only = parser.parse_args().only
+    parser.add_argument("--quick", action="store_true", help="one model, not saved")
+    options = parser.parse_args()
+    only = "ViT" if options.quick else options.only
     head = ["model", "axis", "plan", "bytes", "calls", "peak MB", "predicted ms", "ms", "ratio"]
     table = [[*head, "quartiles", "differs"], *on_ranks(measured, only, ROUNDS)]
     text = f"{host()}\n{aligned(table)}\n"
