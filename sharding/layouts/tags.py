@@ -76,7 +76,7 @@ GATHERED: Tag[bool] = declare(
 )
 MOVED: Tag[str] = declare(
     "moved",
-    "of a reshard step, the name that the value that it moves has in the plan",
+    "of a reshard step, the name that the value that it moves has in the plan; of an operation, its own",
     written_by="scheduling/partition",
     read_by="scheduling/explained/named",
     follows="call",

@@ -100,6 +100,7 @@ class _Partition:
         args, kwargs = with_operands(node, operands)
         layout = outs[0] if not isinstance(VAL.of(node), (tuple, list)) else outs
         computed = self._call(node, layout, args, kwargs)
+        MOVED.set(computed, node.name)
         if user is not node:
             _put_in_loop(computed, user)
         return computed

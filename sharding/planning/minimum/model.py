@@ -24,7 +24,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from torch import fx
@@ -36,7 +37,6 @@ from torchard.functional.programs.markers import again, leave, row
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Cost, Option
-from torchard.sharding.manual.manual_collectives import Move
 from torchard.sharding.planning.decision import Given, LayoutDecision, seconds_per_point
 from torchard.sharding.planning.minimum.alternatives import (
     NONE,
@@ -54,7 +54,7 @@ from torchard.sharding.planning.minimum.later_passes import LaterPasses
 from torchard.sharding.planning.minimum.reshards import Calls, Reshards
 from torchard.sharding.rules import Call
 
-__all__ = ["IN_TWO", "Energy", "EnergyModel", "link_within"]
+__all__ = ["IN_TWO", "Energy", "EnergyModel", "Transfer", "link_within"]
 
 _SMALLEST = 1e-16  # seconds of a byte that a rank keeps: of equal plans, the smallest is chosen
 _EARLY = 1e-15  # seconds of a sum completed before it must be: late ones are merged
@@ -63,6 +63,15 @@ _RESHARDS, _FEW_RESHARDS = 40_000, 4000  # pairs of layouts, on a given machine 
 IN_TWO = 12  # layouts of a value that may be in two
 _IN_ANY_TWO = 6  # layouts of a value that may be in each two of them: about as many places
 _OPTIONS = 64  # of an operation along one axis, and layouts of a value
+
+
+class Transfer(NamedTuple):
+    """What a rank sends by one collective, and the seconds that are counted for it."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    seconds: float
 
 
 class Energy:
@@ -91,16 +100,12 @@ class Energy:
 
     def works(self, node: fx.Node, options: tuple[Option, ...]) -> Table:
         """The seconds of the busiest rank, by option."""
-        rate = seconds_per_point(node, self.machine)
-        val = VAL.of(node)
-        item = val.dtype.itemsize if hasattr(val, "dtype") else 4
+        rate, item = seconds_per_point(node, self.machine), _itemsize(node)
         local = self.given.local.get(node)
         key = options, rate, item, times(node), local
         if key not in self._works:
             costs = [o.cost(self.sizes) for o in options]
-            moved = np.array([self._exchange(cost, item) for cost in costs])
-            if local is not None and local.move is not None:
-                moved += [self._by_hand(local.move, option, item) for option in options]
+            moved = np.array([sum(s.seconds for s in self.sent(node, o)) for o in options])
             kept = np.array([c.work * rate + c.volume * item * _SMALLEST for c in costs])
             if self.given.on:
                 kept += [_EARLY * bool(o.rule.linear and not o.passed) for o in options]
@@ -111,26 +116,30 @@ class Energy:
         """The bytes of an element of a value, how often it is computed, and the calls of a move."""
         return VAL.of(value).dtype.itemsize, times(value), self.later.calls(value)
 
-    def _exchange(self, cost: Cost, itemsize: int) -> float:
-        """The seconds of what an operation itself sends."""
-        link = link_within(cost, self.machine)
-        return link.seconds(cost.exchanged * itemsize) if cost.exchanged else 0.0
-
-    def _by_hand(self, move: Move, option: Option, itemsize: int) -> float:
-        """The seconds of a collective of a shard_map."""
-        collective = move.collective
-        if collective is None or not collective.sends:
-            return 0.0
-        table = dict(self.sizes)
-        ranks = math.prod(table[axis] for axis in collective.axes)
-        before, after = (x.largest_local(table) for x in (*option.ins[:1], *option.outs[:1]))
-        link = self.machine.link_of(collective.axes, collective.kind)
-        sent = collective.elements(before, after, ranks)
-        return link.seconds(sent * itemsize) if ranks > 1 else 0.0
+    def sent(self, node: fx.Node, option: Option) -> Iterator[Transfer]:
+        """What an operation itself sends: elements of its neighbours, or a collective of a shard_map."""
+        cost, local, item = option.cost(self.sizes), self.given.local.get(node), _itemsize(node)
+        if cost.exchanged:
+            link, size = link_within(cost, self.machine), float(cost.exchanged * item)
+            yield Transfer("all_to_all", cost.over, size, link.seconds(size))
+        collective = None if local is None or local.move is None else local.move.collective
+        if collective is not None and collective.sends:
+            table = dict(self.sizes)
+            ranks = math.prod(table[axis] for axis in collective.axes)
+            before, after = (x.largest_local(table) for x in (*option.ins[:1], *option.outs[:1]))
+            link = self.machine.link_of(collective.axes, collective.kind)
+            size = collective.elements(before, after, ranks) * item
+            if ranks > 1:
+                yield Transfer(collective.kind, collective.axes, size, link.seconds(size))
 
     def shared(self, table: Table) -> Table:
         """The table; equal ones are one object."""
         return self._tables.setdefault((table.shape, table.tobytes()), table)
+
+
+def _itemsize(node: fx.Node) -> int:
+    val = VAL.of(node)
+    return val.dtype.itemsize if hasattr(val, "dtype") else 4
 
 
 class EnergyModel:

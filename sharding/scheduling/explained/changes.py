@@ -9,16 +9,19 @@ from torchard.functional.programs.loops import times
 from torchard.functional.programs.records import Records
 from torchard.functional.programs.tags import COLLECTIVE
 from torchard.functional.reports.time import duration
-from torchard.sharding.layouts.layout import Sizes
+from torchard.sharding.lowering.lower_manual import attach_moves
+from torchard.sharding.lowering.windows import attach_windows
 from torchard.sharding.planning.decision import Plan
 from torchard.sharding.scheduling.added_sums import add_before_reducing
 from torchard.sharding.scheduling.casts import send_narrowly
 from torchard.sharding.scheduling.collectives import Collective
 from torchard.sharding.scheduling.partition import partition
+from torchard.sharding.values.mesh import Mesh
 
 __all__ = ["PlanChange", "change_between"]
 
 _LISTED = 8  # collectives of a change in its text
+_Each = tuple[Collective, int]  # with the number of its iterations
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ def _lines(sign: str, records: Records) -> list[str]:
     """A line for each collective, equal ones once."""
     counted = Counter((str(r), r.bytes, r.source, r.times) for r in records)
     lines = [
-        f"  {sign} {text}{f' × {n * t}' if n * t > 1 else ''}, {size * n * t:,} bytes at {source}"
+        f"  {sign} {text}{f' × {n * t}' if n * t > 1 else ''}, {size * n * t:,} bytes"
+        f"{f' at {source}' if source else ''}"
         for (text, size, source, t), n in counted.items()
     ]
     rest = len(lines) - _LISTED
@@ -69,20 +73,35 @@ def _lines(sign: str, records: Records) -> list[str]:
 
 
 def change_between(
-    plan: Plan, other: Plan, seconds: float, sizes: Sizes, exact: bool = True
+    plan: Plan, other: Plan, seconds: float, mesh: Mesh, exact: bool = True
 ) -> PlanChange:
     """How another plan of the same graph differs from a plan."""
-    mine, others = _collectives(plan, sizes), _collectives(other, sizes)
-    return PlanChange(seconds, _records(others - mine), _records(mine - others), exact)
+    mine, others = _collectives(plan, mesh), _collectives(other, mesh)
+    return PlanChange(seconds, _only(others, mine), _only(mine, others), exact)
 
 
-def _records(counted: Counter[tuple[Collective, int]]) -> Records:
-    return Records(record.repeated(count) for record, count in counted.elements())
+def _only(mine: Counter[_Each], others: Counter[_Each]) -> Records:
+    """The collectives of a plan for which another has none of the same kind, axes and bytes."""
+    like = Counter(map(_alike, (others - mine).elements()))
+    found = Records()
+    for each in (mine - others).elements():
+        if like[_alike(each)]:
+            like[_alike(each)] -= 1
+        else:
+            found.append(each[0].repeated(each[1]))
+    return found
 
 
-def _collectives(plan: Plan, sizes: Sizes) -> Counter[tuple[Collective, int]]:
+def _alike(each: _Each) -> tuple[object, ...]:
+    record, count = each
+    return record.called, record.axes, record.bytes, count
+
+
+def _collectives(plan: Plan, mesh: Mesh) -> Counter[_Each]:
     """The collectives of a plan, each with the number of its iterations."""
-    spmd = partition(plan.graph, plan.given, plan.decision, sizes)
+    spmd = partition(plan.graph, plan.given, plan.decision, mesh.sizes)
     add_before_reducing(spmd)
     send_narrowly(spmd)
+    attach_moves(spmd, mesh)
+    attach_windows(spmd, mesh)
     return Counter((COLLECTIVE.of(n), times(n)) for n in spmd.nodes if COLLECTIVE.on(n))

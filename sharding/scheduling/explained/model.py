@@ -11,15 +11,23 @@ from functools import cached_property
 import numpy as np
 from torch import fx
 
+from torchard.functional.programs.loops import times
+from torchard.functional.programs.tags import SOURCE
 from torchard.sharding.layouts.layout import Layout, Sizes
+from torchard.sharding.layouts.reshard import plan as steps_between
 from torchard.sharding.planning.decision import LayoutDecision, Plan
 from torchard.sharding.planning.minimum.alternatives import NONE
 from torchard.sharding.planning.minimum.bounds import Bounded, SweepBudget, solved
 from torchard.sharding.planning.minimum.choices import Choices
 from torchard.sharding.planning.minimum.elimination import Table, Terms, TooWide
-from torchard.sharding.planning.minimum.model import Energy, EnergyModel
+from torchard.sharding.planning.minimum.model import Energy, EnergyModel, Transfer
 from torchard.sharding.planning.minimum.reshards import Reshards
-from torchard.sharding.scheduling.explained.moves import PlannedMove, given_layouts, moves
+from torchard.sharding.scheduling.explained.moves import (
+    PlannedMove,
+    PlannedTransfer,
+    given_layouts,
+    moves,
+)
 
 __all__ = ["ModelTerm", "PlanCosts", "PlanSpace"]
 
@@ -53,11 +61,34 @@ class PlanCosts:
         options = decision.option.items()
         return sum(float(self.energy.works(node, (option,))[0]) for node, option in options)
 
+    def within(self, decision: LayoutDecision) -> Iterator[PlannedTransfer]:
+        """What operations themselves send."""
+        for node, option in decision.option.items():
+            for sent in self.energy.sent(node, option):
+                yield PlannedTransfer(sent, times(node), SOURCE.get(node) or "")
+
+    def collectives(self, move: PlannedMove) -> Iterator[PlannedTransfer]:
+        """What a move sends."""
+        item, often, calls = self.energy.element(move.value)
+        for step in steps_between(move.have, move.want, self.sizes):
+            if step.collective.sends:
+                size = step.elements(self.sizes) * item
+                link = self.energy.machine.link_of(step.axes, step.kind)
+                seconds = calls * link.latency + size / link.bandwidth
+                owner = move.value if step.reduction or not SOURCE.get(move.user) else move.user
+                sent = Transfer(step.kind, step.axes, size, seconds)
+                source = SOURCE.get(owner) or ""
+                yield PlannedTransfer(sent, often * self._made(move), source, calls < 1)
+
+    def _made(self, move: PlannedMove) -> int:
+        """How often a move is made each time that its value is computed."""
+        kept = move.user is move.value
+        return self.energy.later.times(move.value, move.have, move.want) if kept else 1
+
     def moving(self, move: PlannedMove) -> float:
         """The seconds of a move, as often as it is made."""
         item, often, calls = self.energy.element(move.value)
-        if move.user is move.value:
-            often *= self.energy.later.times(move.value, move.have, move.want)
+        often *= self._made(move)
         return self._reshards.seconds(move.have, move.want, item, often, calls)
 
     def seconds(self, decision: LayoutDecision) -> float:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from torch import fx
 
 from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.records import titled_table
+from torchard.functional.reports.time import duration
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.planning.decision import Given, LayoutDecision
 from torchard.sharding.planning.minimum.alternatives import values_of
+from torchard.sharding.planning.minimum.model import Transfer
 from torchard.sharding.rules import Call
 
-__all__ = ["PlannedMove", "given_layouts", "moves"]
+__all__ = ["PlannedMove", "PlannedTransfer", "given_layouts", "moves", "transfers_table"]
+
+_LISTED = 12  # rows of a table
 
 
 class PlannedMove(NamedTuple):
@@ -29,6 +35,51 @@ class PlannedMove(NamedTuple):
     user: fx.Node
     have: Layout
     want: Layout
+
+
+class PlannedTransfer(NamedTuple):
+    """A collective of a plan: one of a move, or one that an operation itself sends.
+
+    Attributes:
+        sent: what is sent each time.
+        times: how often.
+        source: the line that needs it.
+        merged: whether only a part of a latency is counted, because it will be merged with others.
+    """
+
+    sent: Transfer
+    times: int
+    source: str
+    merged: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all times."""
+        return self.sent.seconds * self.times
+
+
+def transfers_table(transfers: Iterable[PlannedTransfer]) -> list[str]:
+    """The lines of a table of what is sent, the longest first; none if nothing is."""
+    totals: dict[tuple[str, int, str, bool], tuple[float, int]] = {}
+    for each in transfers:
+        kind = f"{each.sent.kind}({'·'.join(each.sent.axes)})"
+        key = kind, math.ceil(each.sent.bytes), each.source, each.merged
+        seconds, count = totals.get(key, (0.0, 0))
+        totals[key] = seconds + each.seconds, count + each.times
+    if not totals:
+        return []
+    order = sorted(totals.items(), key=lambda each: -each[1][0])
+    rows = [("seconds", "times", "collective", "bytes each", "source", "note")]
+    rows += [
+        (duration(seconds), str(count), kind, f"{size:,}", source, "merged" if merged else "")
+        for (kind, size, source, merged), (seconds, count) in order[:_LISTED]
+    ]
+    rest = order[_LISTED:]
+    if rest:
+        seconds = sum(seconds for _, (seconds, _) in rest)
+        rows.append((duration(seconds), str(sum(n for _, (_, n) in rest)), "all others", "", "", ""))
+    noted = any(merged for *_, merged in totals)
+    return ["", titled_table([row if noted else row[:-1] for row in rows])]
 
 
 Seconds = Callable[[PlannedMove], float]

@@ -11,11 +11,15 @@ from torchard.functional.core.arguments import nearest
 from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tags import COLLECTIVE, LOOP, NAME, SCOPE, SOURCE
+from torchard.functional.programs.tags import COLLECTIVE, LOOP, NAME, SCOPE, SOURCE, STEP, VAL
+from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.tags import BUCKET, MOVED
 from torchard.sharding.planning.aliases import is_alias
+from torchard.sharding.planning.constraints import SpecHint
 from torchard.sharding.planning.decision import Plan
 from torchard.sharding.scheduling.collectives import Collective
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.spec import spec_of
 
 __all__ = ["PlanNames"]
 
@@ -61,11 +65,14 @@ class PlanNames:
             f"{self.program.name}; the nearest are {', '.join(map(repr, near))}."
         )
 
-    def moved_by(self, record: Collective) -> list[fx.Node]:
-        """The values that a collective moves: several if it is merged.
+    def moved_by(self, record: Collective) -> tuple[list[fx.Node], bool]:
+        """The values that a collective moves: several if it is merged; or the operation that sends it.
+
+        Returns:
+            The values, and whether they are moved: else their operations send the collective themselves.
 
         Raises:
-            ValueError: the plan did not choose it.
+            ValueError: it is not of this plan.
         """
         nodes = self.program.graph.nodes
         own = [node for node in nodes if _is_of(node, record)]
@@ -74,10 +81,29 @@ class PlanNames:
         names = {MOVED.of(node) for node in own if MOVED.on(node)}
         if not names:
             raise ValueError(
-                f"why: what={record} is no collective that the plan of {self.program.name} chose: it is "
-                "not one of its .collectives, or it is sent within an operation or between stages."
+                f"why: what={record} is no collective of the plan of {self.program.name}: it is not one "
+                "of its .collectives, or it is sent between stages, which are not planned."
             )
-        return [node for node in self.plan.graph.nodes if node.name in names]
+        values = [node for node in self.plan.graph.nodes if node.name in names]
+        return values, any(STEP.on(node) for node in own)
+
+    def fixed_by(self, node: fx.Node, layout: Layout, mesh: Mesh) -> str:
+        """What fixes the layout of an input or a constraint."""
+        if node not in self.specified:
+            return "constrain"
+        leaf = self.program.inputs[self.specified[node]]
+        if node.op != "placeholder" or leaf.tag is not None:
+            return "its spec"
+        hint, shape = leaf.hint(SpecHint), tuple(VAL.of(node).shape)
+        used = hint is not None and hint.layout(shape, mesh, leaf.path) == layout
+        return "its spec" if used else "the plain argument"
+
+    def returned(self, node: fx.Node, home: Layout) -> str:
+        """The layouts in which a value is returned, if they are others: ``, returned as out in P(),``."""
+        values = zip(output_values(self.plan.graph), self.plan.decision.outputs, strict=True)
+        each = zip(self.program.outputs, values, strict=True)
+        found = [f"{leaf.path} in {spec_of(x)}" for leaf, (v, x) in each if v is node and x != home]
+        return f", returned as {' and '.join(found)}," if found else ""
 
     @cached_property
     def _paths(self) -> dict[str, list[fx.Node]]:

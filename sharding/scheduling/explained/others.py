@@ -66,6 +66,8 @@ def _found(space: PlanSpace, found: Bounded, layout: Layout | None = None) -> Ot
 
 def with_other_layout(space: PlanSpace, value: fx.Node) -> Other | None:
     """The cheapest plan that keeps a value split otherwise; None if there is none."""
+    if value not in space.model.of_value:
+        return None
     at, places = space.model.of_value[value], space.model.states_of[value].places
     now = places[space.states[at]][0].dims
     others = np.array([now not in (home.dims, kept.dims) for home, kept in places])
@@ -137,13 +139,29 @@ def family(value: fx.Node) -> list[fx.Node]:
 
 
 def without_collective(
-    space: PlanSpace, values: Collection[fx.Node], kind: str, axes: Collection[str]
+    space: PlanSpace, values: Collection[fx.Node], kind: str, axes: Collection[str], moved: bool
 ) -> Other | None:
-    """The cheapest plan that does not move any of some values by such a collective; None if each does."""
+    """The cheapest plan without such collectives on some values; None if each has one.
+
+    Args:
+        moved: whether they move the values; else the operations that compute the values send them.
+    """
     kinds = _REDUCTIONS if kind in _REDUCTIONS else (kind,)
-    terms = [t for value in values for t in _forbidden(space, value, kinds, axes)]
+    forbidden = _forbidden if moved else _forbidden_within
+    terms = [t for value in values for t in forbidden(space, value, kinds, axes)]
     found = space.solved(*terms)
     return _found(space, found)
+
+
+def _forbidden_within(
+    space: PlanSpace, node: fx.Node, kinds: Collection[str], axes: Collection[str]
+) -> Iterator[ModelTerm]:
+    """A term by which an operation does not itself send such a collective."""
+    model = space.model
+    if node in model.of_option:
+        each = [[*model.energy.sent(node, option)] for option in model.choices.options[node]]
+        sends = [any(s.kind in kinds and not {*axes}.isdisjoint(s.axes) for s in sent) for sent in each]
+        yield (model.of_option[node],), np.where(sends, np.inf, 0.0)
 
 
 def _forbidden(

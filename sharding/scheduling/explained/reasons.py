@@ -21,11 +21,14 @@ class PlanReason(Record):
         what: the value with its dtype and shape, or the collective.
         layout: how the plan keeps the value, with its pending sums, as text.
         spec: the same as a spec; None of a collective.
-        fixed: what fixes the layout: ``"its spec"``, ``"constrain"``; empty if the plan has chosen it.
+        fixed: what fixes the layout: ``"its spec"``, ``"constrain"``, or ``"the plain argument"``, which
+            is only returned, so that its spec does not split it; empty if the plan has chosen it.
         seconds: how long the plan takes.
         other: the next best layout; None if there is none, and of a collective.
         change: how the cheapest plan with that layout, or without the collective, differs from this one;
             None if there is none.
+        compared: the plans among which it is the cheapest: all, or those that differ from this one along
+            one axis.
     """
 
     what: str
@@ -35,22 +38,24 @@ class PlanReason(Record):
     seconds: float
     other: P | None
     change: PlanChange | None
+    compared: str
 
     def __str__(self) -> str:
         if self.spec is None:
             return f"{self.what} {self.layout}\n{self._without()}"
         kept = f"{self.what} is {self.layout}"
         kept += f", which {self.fixed} fixes" if self.fixed else ""
+        if self.change is None and self.fixed:
+            return f"{kept}; nothing uses it in another layout that takes no more memory"
         if self.change is None:
-            return f"{kept}; no operation uses it in another layout"
+            return f"{kept}; {self.compared} keep it so"
         return f"{kept}\nas {self.other}: {self._effect(self.change)}"
 
     def _without(self) -> str:
         if self.change is None:
-            return "each plan moves it so: specs or constraints fix both layouts"
-        if not (self.change.more or self.change.less):
-            return "without it: as much is sent for another operation"
-        return f"without it: {self._effect(self.change)}"
+            return f"{self.compared} have it"
+        sent = "" if self.change.more or self.change.less else "; one like it moves another value"
+        return f"without it: {self._effect(self.change)}{sent}"
 
     def _effect(self, change: PlanChange) -> str:
         head, *lines = str(change).splitlines()
@@ -80,7 +85,7 @@ class SpecGain(Record):
 
     @classmethod
     def table(cls, records: Sequence[SpecGain]) -> str:
-        rows = [("input", "spec", "better as", "saves", "bytes/rank")]
+        rows = [("input", "spec", "better as", "saves", "change in bytes")]
         rows += [
             (r.path, str(r.spec), str(r.other), duration(-r.change.seconds), f"{r.change.bytes:+,}")
             for r in records

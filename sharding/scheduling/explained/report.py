@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,14 +11,12 @@ from torch import fx
 
 from torchard.functional.core.arguments import checked
 from torchard.functional.machines.machine import Machine
-from torchard.functional.programs.loops import times
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.records import Records, titled_table
-from torchard.functional.programs.tags import LAYOUT, SOURCE, VAL
+from torchard.functional.programs.records import Records
+from torchard.functional.programs.tags import LAYOUT, VAL
 from torchard.functional.reports.text import value_text
 from torchard.functional.reports.time import duration
 from torchard.sharding.layouts.layout import Layout
-from torchard.sharding.layouts.reshard import plan as steps_between
 from torchard.sharding.layouts.tags import SOFT
 from torchard.sharding.planning.decision import Plan
 from torchard.sharding.planning.minimum.bounds import Bounded
@@ -27,7 +25,7 @@ from torchard.sharding.planning.updates import updated_inputs
 from torchard.sharding.scheduling.collectives import Collective
 from torchard.sharding.scheduling.explained.changes import PlanChange, change_between
 from torchard.sharding.scheduling.explained.model import PlanCosts, PlanSpace
-from torchard.sharding.scheduling.explained.moves import given_layouts
+from torchard.sharding.scheduling.explained.moves import given_layouts, transfers_table
 from torchard.sharding.scheduling.explained.named import PlanNames
 from torchard.sharding.scheduling.explained.others import (
     Other,
@@ -48,7 +46,8 @@ _EQUAL = 1e-5  # of the seconds: plans whose difference is smaller are equal
 _TOLD_APART = 1e-11  # seconds: slices and collectives of equal plans are told apart by less
 _MOST = 120_000  # variables of all problems, of one spec each, that are solved to find better ones
 _PLANNED = 4  # specs that are planned
-_LISTED = 12  # moves in the text
+_ALL = "all plans of these operations"
+_ALONG_ONE = "all plans that differ from this one along one axis"
 
 
 def reporter(plan: Plan, mesh: Mesh) -> Callable[[Program], PlanReport]:
@@ -60,8 +59,9 @@ class PlanReport:
     """What a plan costs, what every plan of its operations costs at least, and why it is as it is.
 
     Costs are those of the model by which plans are minimized: the seconds that the busiest rank
-    computes, and those of all moves, one after the other. ``.time(machine)`` predicts what a call takes.
-    Printed, it is a table of the moves, and of inputs that would be cheaper with another spec.
+    computes, and those of all collectives, one after the other. ``.time(machine)`` predicts what a call
+    takes. Printed, it is a table of what is sent, whose seconds add up to those of sending, and one of
+    inputs that would be cheaper with another spec.
 
     Bounds and better specs are found when they are asked for, within some ten seconds each.
 
@@ -76,7 +76,7 @@ class PlanReport:
             follow specs by rules.
         seconds: what the plan costs.
         computing: the seconds of it in which the busiest rank computes.
-        idle: axes that split nothing that is given, and so nothing at all.
+        idle: axes that split nothing.
 
     >>> import torchard as ta
     >>> def mlp(x, up, down):
@@ -101,12 +101,18 @@ class PlanReport:
         self._plan, self._costs = plan, PlanCosts(plan, mesh.sizes)
         self.machine: Machine = self._costs.energy.machine
         self.minimized = plan.given.on is not None
-        self.seconds = self._costs.seconds(self._costs.decision)
-        self.computing = self._costs.working(self._costs.decision)
+        decision = self._costs.decision
+        self.seconds = self._costs.seconds(decision)
+        within = [*self._costs.within(decision)]
+        self.computing = self._costs.working(decision) - sum(each.seconds for each in within)
+        moves = self._costs.moves(decision)
+        self._sent = [*within, *(sent for move in moves for sent in self._costs.collectives(move))]
         self._little = max(_EQUAL * self.seconds, _TOLD_APART)
         split = plan.given.split_axes(mesh.sizes)
         self._axes = tuple(a for a in mesh.axes if a in split and mesh.shape[a] > 1)
         self._stages = _stages(program)
+        options = decision.option.values()
+        split |= {a for o in options for x in (*o.ins, *o.outs) for a in x.axes}  # by a shard_map
         unused = (a for a in mesh.axes if a not in split and mesh.shape[a] > 1)
         self.idle = tuple(a for a in unused if a not in self._stages)
 
@@ -159,7 +165,7 @@ class PlanReport:
     def _change_to(self, plan: Plan, seconds: float, exact: bool = True) -> PlanChange:
         longer = seconds - self.seconds
         longer = longer if abs(longer) > self._little else 0.0
-        return change_between(self._plan, plan, longer, self.mesh.sizes, exact)
+        return change_between(self._plan, plan, longer, self.mesh, exact)
 
     # -- better specs -----------------------------------------------------------------------------
 
@@ -260,11 +266,12 @@ class PlanReport:
 
         Returns:
             A `PlanReason` for each value. Of an input whose spec fixes its layout, what the next best
-            spec would change. Other plans differ from this one along one axis.
+            spec would change. Other plans differ from this one along one axis; if none of those has
+            what is asked for, along any.
 
         Raises:
-            ValueError: there is no such value, or no plan chose the collective, or there are too many
-                plans.
+            ValueError: there is no such value or collective, it is sent between stages, or there are
+                too many plans.
         """
         try:
             if isinstance(what, Collective):
@@ -277,36 +284,51 @@ class PlanReport:
             ) from None
 
     def _value(self, node: fx.Node) -> PlanReason:
-        change, layout, fixed = None, None, ""
+        change, layout, fixed, compared = None, None, "", ""
         if node in self._specified or node in self._plan.given.constraints:
-            fixed = "its spec" if node in self._specified else "constrain"
+            fixed = self._names.fixed_by(node, self._layout(node), self.mesh)
             if (found := self._other_spec(node)) is not None:
                 layout, change = found[1], self._respecified(node, found[1])
         else:
-            spaces = [s for s in self._spaces if node in s.model.of_value]
-            if (other := _best([with_other_layout(s, node) for s in spaces])) is not None:
+            other, compared = self._otherwise(lambda space: with_other_layout(space, node))
+            if other is not None:
                 layout, change = other.layout, self._change(other)
         now, what = self._layout(node), f"{self._names.called(node)} {value_text(VAL.of(node))}"
+        what += self._names.returned(node, now)
         text = str(spec_of(now)) + "".join(f"+{op}({axis})" for axis, op in now.pending)
         other_spec = None if layout is None else spec_of(layout)
-        return PlanReason(what, text, spec_of(now), fixed, self.seconds, other_spec, change)
+        return PlanReason(what, text, spec_of(now), fixed, self.seconds, other_spec, change, compared)
 
     def _collective(self, record: Collective) -> PlanReason:
-        values = self._names.moved_by(record)
-        related = list(dict.fromkeys(n for value in values for n in family(value)))
-        other = _best([without_collective(s, related, record.kind, record.axes) for s in self._spaces])
+        values, moved = self._names.moved_by(record)
+        related = list(dict.fromkeys(n for value in values for n in family(value))) if moved else values
+        kind, axes = record.kind, record.axes
+        other, compared = self._otherwise(
+            lambda space: without_collective(space, related, kind, axes, moved)
+        )
         what = f"{record}, {record.bytes:,} bytes,"
-        moved = f"moves {', '.join(dict.fromkeys(map(self._names.called, values)))}"
+        names = ", ".join(dict.fromkeys(map(self._names.called, values)))
+        how = f"{'moves' if moved else 'is sent within'} {names}"
         change = None if other is None else self._change(other)
-        return PlanReason(what, moved, None, "", self.seconds, None, change)
+        return PlanReason(what, how, None, "", self.seconds, None, change, compared)
+
+    def _otherwise(self, find: Callable[[PlanSpace], Other | None]) -> tuple[Other | None, str]:
+        """The cheapest plan of those that differ along one axis, else of all; and which were compared."""
+        found = _best(map(find, self._spaces))
+        if len(self._spaces) < 2:
+            return found, _ALL
+        with suppress(TooWide):
+            if found is None and self._proved is not None:
+                return find(self._proved[0]), _ALL
+        return found, _ALONG_ONE
 
     # -- text -------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        sending = self.seconds - self.computing
-        sending = sending if sending > self._little else 0.0  # or slices alone
+        computing, sending = self.computing, sum(each.seconds for each in self._sent)
+        computing = computing if computing > self._little else 0.0  # or rounding alone
         head = [
-            f"{duration(self.seconds)} on {self.machine.name}: computes {duration(self.computing)}, "
+            f"{duration(self.seconds)} on {self.machine.name}: computes {duration(computing)}, "
             f"sends {duration(sending)}",
             self._verdict(),
         ]
@@ -316,7 +338,7 @@ class PlanReport:
             head.append("stages compute one after another, and what they send is not counted")
         if self.idle:
             head.append(f"nothing that is given is split over {', '.join(self.idle)}")
-        return "\n".join([*head, *self._moved(), *self._cheaper()])
+        return "\n".join([*head, *transfers_table(self._sent), *self._cheaper()])
 
     def _verdict(self) -> str:
         """What is known of all plans."""
@@ -325,14 +347,17 @@ class PlanReport:
             return self._verdict_along_axes()
         if not gap:
             return "no plan of these operations takes less"
+        text = f"no plan of these operations takes less than {duration(bound)} (gap {gap:.1%})"
         if self.better is None:
-            return f"no plan takes less than {duration(bound)} (gap {gap:.1%})"
-        text = f"another plan takes {duration(self.seconds + self.better.seconds)} (gap {gap:.1%})"
-        return f"{text}: {self.better}"
+            return text
+        seconds = duration(self.seconds + self.better.seconds)
+        if self.better.exact:
+            return f"the cheapest plan of these operations takes {seconds} (gap {gap:.1%}): {self.better}"
+        return f"{text}; one that takes {seconds} was found: {self.better}"
 
     def _verdict_along_axes(self) -> str:
         """What is known where all plans are too many."""
-        text = f"no bound: too many plans along {' and '.join(self._axes)}"
+        text = f"no bound: along {' and '.join(self._axes)} there are too many plans to compare"
         if len(self._axes) < 2:
             return text
         try:
@@ -340,31 +365,7 @@ class PlanReport:
         except TooWide:
             return text
         known = "" if least >= self.seconds - self._little else f" than {duration(least)}"
-        return f"{text} at once; of those that differ along one axis, none takes less{known}"
-
-    def _moved(self) -> list[str]:
-        """The table of moves, the longest first."""
-        totals: dict[tuple[str, str, int], tuple[float, int]] = {}
-        for move in self._costs.moves(self._costs.decision):
-            for step in steps_between(move.have, move.want, self.mesh.sizes):
-                if step.collective.sends:
-                    count, item = times(move.value), VAL.of(move.value).dtype.itemsize
-                    size = math.ceil(step.elements(self.mesh.sizes) * item)
-                    link = self.machine.link_of(step.axes, step.kind)
-                    owner = move.value if step.reduction or not SOURCE.get(move.user) else move.user
-                    key = f"{step.kind}({'·'.join(step.axes)})", SOURCE.get(owner) or "", size
-                    seconds, known = totals.get(key, (0.0, 0))
-                    totals[key] = seconds + count * link.seconds(size), known + count
-        if not totals:
-            return []
-        order = sorted(totals.items(), key=lambda each: -each[1][0])
-        rows = [("seconds", "times", "move", "bytes", "source")]
-        rows += [
-            (duration(seconds), str(count), kind, f"{size:,}", source)
-            for (kind, source, size), (seconds, count) in order[:_LISTED]
-        ]
-        more = len(order) - _LISTED
-        return ["", titled_table(rows), *([f"{more} more"] if more > 0 else [])]
+        return f"{text}; none that differs from this one along one axis takes less{known}"
 
     def _cheaper(self) -> list[str]:
         """The table of better specs."""
