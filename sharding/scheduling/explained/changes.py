@@ -21,7 +21,6 @@ from torchard.sharding.values.mesh import Mesh
 __all__ = ["PlanChange", "change_between"]
 
 _LISTED = 8  # collectives of a change in its text
-_Each = tuple[Collective, int]  # with the number of its iterations
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,15 @@ class PlanChange:
         more, less: the collectives that only it has, and those that only this plan has, before any are
             merged; those of a loop once, with their number of iterations in ``times``.
         exact: whether no plan with what was asked for takes less time than it.
+        alike: the number of further pairs of collectives, one of each plan, of equal kind, axes and
+            bytes: they move other values, or the same one at another place.
     """
 
     seconds: float
     more: Records
     less: Records
     exact: bool = True
+    alike: int = 0
 
     @property
     def bytes(self) -> int:
@@ -49,6 +51,7 @@ class PlanChange:
         most = "" if self.exact else "at most "
         lines = [f"{most}{_signed(self.seconds)}, {self.bytes:+,} bytes per rank"]
         lines += _lines("+", self.more) + _lines("-", self.less)
+        lines += [f"  = {self.alike} of equal kind, axes and bytes"] if self.alike else []
         return "\n".join(lines)
 
 
@@ -77,27 +80,30 @@ def change_between(
 ) -> PlanChange:
     """How another plan of the same graph differs from a plan."""
     mine, others = _collectives(plan, mesh), _collectives(other, mesh)
-    return PlanChange(seconds, _only(others, mine), _only(mine, others), exact)
+    more, less = _records(others - mine), _records(mine - others)
+    alike = Counter(map(_key, more)) & Counter(map(_key, less))
+    return PlanChange(seconds, _rest(more, alike), _rest(less, alike), exact, alike.total())
 
 
-def _only(mine: Counter[_Each], others: Counter[_Each]) -> Records:
-    """The collectives of a plan for which another has none of the same kind, axes and bytes."""
-    like = Counter(map(_alike, (others - mine).elements()))
-    found = Records()
-    for each in (mine - others).elements():
-        if like[_alike(each)]:
-            like[_alike(each)] -= 1
-        else:
-            found.append(each[0].repeated(each[1]))
+def _records(counted: Counter[tuple[Collective, int]]) -> Records:
+    return Records(record.repeated(count) for record, count in counted.elements())
+
+
+def _rest(records: Records, alike: Counter[tuple[object, ...]]) -> Records:
+    """The records without as many of each key."""
+    left, found = Counter(alike), Records()
+    for record in records:
+        left[_key(record)] -= 1
+        if left[_key(record)] < 0:
+            found.append(record)
     return found
 
 
-def _alike(each: _Each) -> tuple[object, ...]:
-    record, count = each
-    return record.called, record.axes, record.bytes, count
+def _key(record: Collective) -> tuple[object, ...]:
+    return record.called, record.axes, record.bytes, record.times
 
 
-def _collectives(plan: Plan, mesh: Mesh) -> Counter[_Each]:
+def _collectives(plan: Plan, mesh: Mesh) -> Counter[tuple[Collective, int]]:
     """The collectives of a plan, each with the number of its iterations."""
     spmd = partition(plan.graph, plan.given, plan.decision, mesh.sizes)
     add_before_reducing(spmd)

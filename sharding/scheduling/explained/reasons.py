@@ -54,7 +54,8 @@ class PlanReason(Record):
     def _without(self) -> str:
         if self.change is None:
             return f"{self.compared} have it"
-        sent = "" if self.change.more or self.change.less else "; one like it moves another value"
+        listed = self.change.more or self.change.less or self.change.alike
+        sent = "" if listed else "; one like it moves another value"
         return f"without it: {self._effect(self.change)}{sent}"
 
     def _effect(self, change: PlanChange) -> str:

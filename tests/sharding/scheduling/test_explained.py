@@ -366,6 +366,7 @@ def test_a_change_does_not_list_a_collective_like_one_of_the_plan() -> None:
     (reason,) = lowered.plan.why("args[0]")
     assert lowered.collectives and reason.other == P(None, "tp")
     assert not reason.change.more and not reason.change.less and reason.change.bytes == 0
+    assert reason.change.alike == 1 and str(reason).endswith("\n  = 1 of equal kind, axes and bytes")
 
 
 def test_what_each_plan_along_one_axis_has_another_may_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
