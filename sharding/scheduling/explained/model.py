@@ -69,11 +69,12 @@ class PlanCosts:
 
     def collectives(self, move: PlannedMove) -> Iterator[PlannedTransfer]:
         """What a move sends."""
-        item, often, calls = self.energy.element(move.value)
+        item, often, known = self.energy.element(move.value)
         for step in steps_between(move.have, move.want, self.sizes):
             if step.collective.sends:
                 size = step.elements(self.sizes) * item
                 link = self.energy.machine.link_of(step.axes, step.kind)
+                calls = known.moves if step.reduction is None else known.sums
                 seconds = calls * link.latency + size / link.bandwidth
                 owner = move.value if step.reduction or not SOURCE.get(move.user) else move.user
                 sent = Transfer(step.kind, step.axes, size, seconds)
