@@ -92,7 +92,8 @@ class Collective(Record):
         bytes: the bytes that a rank sends (and receives) under the ring algorithm, uneven shards padded.
         op: the reduction (sum, max or min), if any.
         source, scope, phase: the source line, scope and phase of the operation that needs the result.
-        note: the reason, if it may surprise, as for operands gathered for lack of a factor rule.
+        note: what may surprise: that operands are gathered for lack of a factor rule, that neighbours'
+            elements are sent, how many collectives are merged in it.
         times: in a table, the number of iterations of the loop around the collective.
     """
 
