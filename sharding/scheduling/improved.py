@@ -30,7 +30,7 @@ __all__ = ["Figures", "improved_plan"]
 
 _LATENCIES = (0.0, 64e-6)  # seconds: none, and that of 64 KB of what is sent
 _SLOWER = (1.0, 8.0)  # how many times as long computing takes
-# Of what another plan sends or computes, and that by fewer calls: where less is gained, it stays.
+# The largest part of what a plan sends or computes with which it is replaced; and that by fewer calls.
 _MOST, _MOST_BY_FEWER = 0.6, 0.75
 
 
