@@ -112,6 +112,11 @@ class Given:
         )
         return frozenset(a for layout in layouts for a in layout.split_axes)
 
+    def planned_axes(self, sizes: Sizes) -> list[str]:
+        """The axes of several ranks that split something that is given, in order; others stay idle."""
+        split = self.split_axes(sizes)
+        return [axis for axis, count in sizes if axis in split and count > 1]
+
     def rank(self, rank: int, axis: str) -> int:
         """The rank of an input's shards along an axis."""
         return DERIVED if rank == BATCH and axis in self.contested else rank

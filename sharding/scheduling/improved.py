@@ -91,9 +91,7 @@ def improved_plan(graph: fx.Graph, given: Given, mesh: Mesh) -> tuple[Plan, fx.G
         plan = planned(graph, given, mesh)
         return plan, partition(plan.graph, plan.given, plan.decision, mesh.sizes)
     best = _Candidate(choose(graph, given, mesh), mesh)
-    split = frozenset[str]() if given.local else given.split_axes(mesh.sizes)
-    axes = [a for a in mesh.axes if a in split and mesh.shape[a] > 1]  # others stay idle
-    if axes:
+    if axes := [] if given.local else given.planned_axes(mesh.sizes):
         plan = best.plan
         known = replace(plan.given, outputs=plan.decision.outputs)
         found = minimized(plan.graph, known, mesh.sizes, plan.decision, axes)

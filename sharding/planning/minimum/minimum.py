@@ -43,19 +43,17 @@ def minimized(
     start: LayoutDecision,
     axes: Iterable[str],
     alternatives: Alternatives = NONE,
-    *,
-    pairs: bool = False,
 ) -> Minimized:
     """A decision that no change along one of these axes improves, beginning with another.
 
-    Args:
-        pairs: whether then the axes are tried two at a time.
+    On a given machine, values may be in two layouts, and then the axes are tried two at a time.
     """
     energy, axes = Energy(graph, given, sizes, alternatives), list(axes)
     best = _by_turns(energy, axes, Minimized(start, np.inf), 0)
-    if given.on:
-        best = _by_turns(energy, axes, best, IN_TWO)
-    for pair in itertools.combinations(axes, 2) if pairs else ():
+    if not given.on:
+        return best
+    best = _by_turns(energy, axes, best, IN_TWO)
+    for pair in itertools.combinations(axes, 2):
         best = _along(energy, pair, best, 0)
     return best
 

@@ -280,7 +280,7 @@ class EnergyModel:
         layouts = self.choices.layouts[value]
         versions = self.alternatives.versions.get(value, (value,))
         single = [*dict.fromkeys([*((x, x) for x in layouts), self._now(value)])]
-        if fixed or not self.given.on or sum(len(v.users) for v in versions) < 2:
+        if fixed or sum(len(v.users) for v in versions) < 2:
             return single
         if len(layouts) > self.most_in_two:
             return single

@@ -19,12 +19,8 @@ __all__ = ["planned"]
 
 
 def planned(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
-    """The fastest plan found of a program, or of one that computes rows of groups in another way.
-
-    Axes that split nothing that is given stay idle.
-    """
-    split = given.split_axes(mesh.sizes)
-    axes = [a for a in mesh.axes if a in split and mesh.shape[a] > 1]
+    """The fastest plan found of a program, or of one that computes rows of groups in another way."""
+    axes = given.planned_axes(mesh.sizes)
     if not axes:
         return Plan(graph, given, all_whole(graph, given, mesh.sizes))
     ways = [(graph, given, *_minimum(graph, given, axes, mesh))]
@@ -48,5 +44,5 @@ def _minimum(
     if given.local:
         given.local.update(local_operations(graph))
     start = all_whole(graph, given, mesh.sizes)
-    found = minimized(graph, given, mesh.sizes, start, axes, alternatives, pairs=True)
+    found = minimized(graph, given, mesh.sizes, start, axes, alternatives)
     return Plan(graph, given, settled(graph, found.decision, alternatives)), found.seconds

@@ -108,11 +108,11 @@ class PlanReport:
         moves = self._costs.moves(decision)
         self._sent = [*within, *(sent for move in moves for sent in self._costs.collectives(move))]
         self._little = max(_EQUAL * self.seconds, _TOLD_APART)
-        split = plan.given.split_axes(mesh.sizes)
-        self._axes = tuple(a for a in mesh.axes if a in split and mesh.shape[a] > 1)
+        self._axes = tuple(plan.given.planned_axes(mesh.sizes))
         self._stages = _stages(program)
         options = decision.option.values()
-        split |= {a for o in options for x in (*o.ins, *o.outs) for a in x.axes}  # by a shard_map
+        by_shard_map = {a for o in options for x in (*o.ins, *o.outs) for a in x.axes}
+        split = by_shard_map.union(self._axes)
         unused = (a for a in mesh.axes if a not in split and mesh.shape[a] > 1)
         self.idle = tuple(a for a in unused if a not in self._stages)
 

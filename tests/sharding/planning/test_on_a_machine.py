@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, grad_and_value
+from two_layouts import BOTH_WAYS, read_both_ways
 
 from torchard import (
     Link,
@@ -163,17 +164,7 @@ def test_a_computed_value_is_kept_in_two_layouts() -> None:
 
 def test_neither_of_two_layouts_is_the_best_one_alone() -> None:
     """One move from rows to columns is enough, and to gather takes as long as four."""
-    mesh, out = Mesh({"tp": 4}, virtual=True), [P(None, "tp")] * 5 + [P("tp")] * 5
-
-    def along(h: Tensor, dim: int) -> list[Tensor]:
-        pairs = h.sort(dim), h.sort(dim, descending=True), h.cummax(dim), h.cummin(dim)
-        return [h.cumprod(dim), *(values for values, _ in pairs)]
-
-    def fn(x: Tensor) -> list[Tensor]:
-        h = torch.relu(x)
-        return along(h, 0) + along(h, 1)
-
-    run = shard(fn, mesh, (P("tp"),), out, machine=COMPUTES_AT_ONCE)
+    run = shard(read_both_ways, Mesh({"tp": 4}, virtual=True), **BOTH_WAYS, machine=COMPUTES_AT_ONCE)
     lowered = run.lower(ShapeDtype((64, 64)))
     assert [c.bytes for c in lowered.collectives] == [3 / 4 * 64 * 64 / 4 * 4]
 

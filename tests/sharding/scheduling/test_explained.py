@@ -14,6 +14,7 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from two_layouts import BOTH_WAYS, read_both_ways
 
 from torchard import (
     Link,
@@ -246,18 +247,8 @@ def test_a_better_plan_is_named() -> None:
 
 def test_a_bound_holds_for_values_in_any_two_layouts() -> None:
     """Rules gather what a minimum moves once from rows to columns."""
-
-    def along(h: Tensor, dim: int) -> list[Tensor]:
-        pairs = h.sort(dim), h.sort(dim, descending=True), h.cummax(dim), h.cummin(dim)
-        return [h.cumprod(dim), *(values for values, _ in pairs)]
-
-    def fn(x: Tensor) -> list[Tensor]:
-        h = torch.relu(x)
-        return along(h, 0) + along(h, 1)
-
-    specs: Any = {"in_specs": (P("tp"),), "out_specs": [P(None, "tp")] * 5 + [P("tp")] * 5}
     by_rules, minimized = (
-        shard(fn, TP, machine=machine, **specs).lower(ShapeDtype((64, 64))).plan
+        shard(read_both_ways, TP, machine=machine, **BOTH_WAYS).lower(ShapeDtype((64, 64))).plan
         for machine in (None, PLANNING)
     )
     assert minimized.seconds < by_rules.seconds / 2
