@@ -100,7 +100,7 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# -- GPT, BERT and ViT: biased products, LayerNorm, GELU --------------------------------------------------
+# -- GPT, BERT and ViT: biased products, LayerNorm, GELU --------------------------------------------
 
 
 def biased_block(draw: Draw, width: int) -> Params:
@@ -197,7 +197,7 @@ def vit(size: Size) -> Model:
     return Model(loss, params, (images, draw.integers(classes, size.batch)))
 
 
-# -- Llama and Gemma 2: RMSNorm, rotary positions, gated MLPs ---------------------------------------------
+# -- Llama and Gemma 2: RMSNorm, rotary positions, gated MLPs ---------------------------------------
 
 
 def rms_norm(weight: Tensor, x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -271,7 +271,7 @@ def llama(size: Size) -> Model:
 
 
 def gemma(size: Size) -> Model:
-    """Gemma 2: four norms to a block, soft-capped scores and logits, every other layer with a window."""
+    """Gemma 2: four norms to a block, soft-capped scores and logits, a window in every other layer."""
     draw, groups = Draw(), max(1, size.heads // 2)
     angles, window = rotary(size.length, size.features), size.length // 4
     distance = torch.arange(size.length)[:, None] - torch.arange(size.length)
@@ -312,11 +312,11 @@ def gemma(size: Size) -> Model:
     return Model(loss, params, tokens_of(draw, size))
 
 
-# -- a mixture of experts ---------------------------------------------------------------------------------
+# -- a mixture of experts ---------------------------------------------------------------------------
 
 
 def mixture(size: Size) -> Model:
-    """Mixtral's routing: softmax of the best two of four experts, each of which has its capacity of tokens."""
+    """Mixtral's routing: a token goes to the best two of four experts, which take so many tokens each."""
     draw, experts, best = Draw(), 4, 2
 
     def routed(p: Params, x: Tensor) -> Tensor:
@@ -362,11 +362,11 @@ def mixture(size: Size) -> Model:
     return Model(loss, params, tokens_of(draw, size))
 
 
-# -- a U-Net ----------------------------------------------------------------------------------------------
+# -- a U-Net ----------------------------------------------------------------------------------------
 
 
 def unet(size: Size) -> Model:
-    """A diffusion model's U-Net: GroupNorm, SiLU and two convolutions to a residual block, three levels."""
+    """A diffusion model's U-Net of three levels, whose blocks are twice GroupNorm, SiLU, convolution."""
     draw, levels = Draw(), 3
     width = size.width // 4
 

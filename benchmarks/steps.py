@@ -68,7 +68,7 @@ def sizes_of(name: str, quick: bool) -> dict[str, Size]:
     }
 
 
-# -- systems ----------------------------------------------------------------------------------------------
+# -- systems ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -179,7 +179,7 @@ def steps_of(name: str, model: Model, systems: Sequence[str]) -> dict[str, Step]
     return steps
 
 
-# -- the table --------------------------------------------------------------------------------------------
+# -- the table --------------------------------------------------------------------------------------
 
 
 def note(text: str) -> None:
@@ -220,7 +220,7 @@ def peak_of(step: Step, model: Model) -> int:
 
 def cells_of(row: Row) -> list[str]:
     cells = [f"{row.name}, {row.size}"]
-    for system, timing in row.times.items():
+    for timing in row.times.values():
         low, high = timing.quartiles
         cells.append(f"{1e3 * timing.median:.1f} ({1e3 * low:.1f}–{1e3 * high:.1f})")
     cells += [ratio(row.times, "eager", "fuse")]

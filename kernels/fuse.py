@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -30,6 +30,8 @@ from torchard.kernels.rewriting.tags import FUSE
 
 __all__ = ["Fuse", "find", "fuse"]
 
+PREFERENCES = ("time", "memory")
+
 
 @checked
 def fuse(
@@ -38,14 +40,16 @@ def fuse(
     kernel: Kernel | Callable[..., Any] | None = None,
     *,
     compiler: str = "inductor",
+    prefer: Literal["time", "memory"] = "time",
     where: Where | None = None,
     name: str | None = None,
 ) -> Transformed:
     """Run every match of a pattern in a function as one kernel, however it is written there.
 
     Without a pattern, the library's kernels, and those that are registered when a call is traced, are
-    searched for, and used if they move fewer bytes. With a pattern, its matches run as ``kernel``, or are
-    compiled. Gradients are fused as well.
+    searched for. A kernel takes the place of operations where the program is faster with it, by a trial
+    on tensors of these shapes; else they stay as they are written. With a pattern, its matches run as
+    ``kernel``, or are compiled. Gradients are fused as well.
 
     Args:
         fn: a pure function of pytrees.
@@ -53,6 +57,8 @@ def fuse(
         kernel: a function that computes the same values as the pattern, or a Kernel.
         compiler: for kernels without an implementation for the device: ``"inductor"`` (on a CPU, only if
             it is faster than eager operations; see ``.lower(...).kernels``) or ``"eager"``.
+        prefer: without a pattern, which kernels are used: those with which the program is faster
+            (``"time"``), or those that move fewer bytes (``"memory"``), which also hold fewer.
         where: the scopes to search: a pattern of scopes (``"block/*"``), several, or a function of the
             scope's path.
         name: the kernel's name in reports and for policies; by default that of the pattern.
@@ -61,9 +67,9 @@ def fuse(
         A function that computes the same as ``fn``, with ``.lower`` and ``.lower_joint``.
 
     Raises:
-        KernelError: the compiler is unknown, or a kernel or a name is given without a pattern, or in
-            addition to a Kernel, which already has both. When called: the kernel returns different shapes
-            or dtypes from the pattern, or has no vjp and a gradient is taken through it.
+        KernelError: the compiler or the preference is unknown, or a kernel or a name is given without a
+            pattern, or in addition to a Kernel, which already has both. When called: the kernel returns
+            different shapes or dtypes from the pattern, or has no vjp and a gradient is taken through it.
         PatternError: the pattern cannot be traced.
         NoMatch (when called): the pattern does not occur in ``fn``, or ``where`` matches none of its
             scopes; the message names the nearest miss.
@@ -86,10 +92,12 @@ def fuse(
     """
     if compiler not in COMPILERS:
         raise KernelError(f"fuse(compiler={compiler!r}): the compilers are {', '.join(COMPILERS)}.")
+    if prefer not in PREFERENCES:
+        raise KernelError(f"fuse(prefer={prefer!r}): pass {' or '.join(map(repr, PREFERENCES))}.")
     _check_used(pattern, kernel, name)
     kernels = None if pattern is None else (_kernel(pattern, kernel, name),)
     scopes = None if where is None else _as_tuple(where)
-    return Transformed(fn, (Fuse(kernels, compiler, scopes),))
+    return Transformed(fn, (Fuse(kernels, compiler, scopes, prefer),))
 
 
 @checked
@@ -187,14 +195,24 @@ class Fuse(Rewrite):
 
     Attributes:
         kernels: the kernels that were requested; None for the library's.
-        compiler, where: as for `fuse`.
+        compiler, where, prefer: as for `fuse`.
         asked: whether the call was inlined into another trace. Then only nodes with its tag are fused.
     """
 
     kernels: tuple[Kernel, ...] | None
     compiler: str = "inductor"
     where: tuple[Any, ...] | None = None
+    prefer: str = "time"
     asked: bool = False
+
+    @property
+    def by_time(self) -> bool:
+        """Whether kernels must be faster, not only move fewer bytes; requested ones need not."""
+        return self.kernels is None and self.prefer == "time"
+
+    def only(self, kernel: Kernel) -> Fuse:
+        """The rewrite that replaces all occurrences of one kernel, whether or not it pays."""
+        return Fuse((kernel,), self.compiler)
 
     @property
     def passes(self) -> tuple[Pass, ...]:

@@ -19,6 +19,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.compiling.compiler_repairs import WRITES
 from torchard.functional.execution.reinplacing import written_base
+from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.loops import issued_ahead, regrouped
 from torchard.functional.programs.markers import again, is_marker, listed
 from torchard.functional.programs.tagging import forget, inherit
@@ -39,7 +40,7 @@ _RANDOM_BITS = "torchard.random_bits.default"
 def by_regions(
     graph: fx.Graph, compiled: Callable[[fx.Graph], Run], may_write: bool = False
 ) -> fx.Graph | None:
-    """A graph that calls compiled regions; None if it has no loops, no equal regions and no updates.
+    """A graph that calls compiled regions; None if it has no loops, no equal regions and no kernels.
 
     Args:
         graph: the graph, in which items of tuples are moved to the operations that return the tuples.
@@ -57,7 +58,7 @@ def by_regions(
     regions = _parts(order) if loops else _regions(graph)
     keys = [_key(nodes) for nodes in regions]
     if len(set(keys)) == len(keys) and not loops:
-        if not any(map(_is_update, order)):
+        if not any(map(_is_kernel, order)):
             return None
         regions = _parts(order)
         keys = [_key(nodes) for nodes in regions]
@@ -89,10 +90,10 @@ def _markers_apart(order: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _parts(order: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The operations of each loop, and those before, between and after loops and updates."""
+    """The operations of each loop, and those before, between and after loops and kernels."""
     parts: list[list[fx.Node]] = []
-    for (_, is_update), nodes in groupby(order, key=lambda n: (LOOP.get(n), _is_update(n))):
-        if is_update:
+    for (_, is_kernel), nodes in groupby(order, key=lambda n: (LOOP.get(n), _is_kernel(n))):
+        if is_kernel:
             continue
         group = list(nodes)
         # What is issued ahead of its iteration, and awaited in it, stays outside.
@@ -130,14 +131,15 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _is_inside(node: fx.Node) -> bool:
-    return bool(_task(node)) and not _is_transfer(node) and not _is_update(node)
+    return bool(_task(node)) and not _is_transfer(node) and not _is_kernel(node)
 
 
-def _is_update(node: fx.Node) -> bool:
+def _is_kernel(node: fx.Node) -> bool:
     """Whether a kernel computes it, outside of what is compiled."""
-    if node.target is operator.getitem:
-        return _is_update(node.all_input_nodes[0])
-    return isinstance(node.target, Update)
+    target = node.target
+    if target is operator.getitem:
+        return _is_kernel(node.all_input_nodes[0])
+    return isinstance(target, Update) or (isinstance(target, Fused) and target.opaque)
 
 
 def _task(node: fx.Node) -> str:

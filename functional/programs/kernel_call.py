@@ -32,6 +32,7 @@ class Fused:
         choose: selects the implementation for tensors, once per shapes, dtypes, devices and strides.
         rule: the factor rule for these operand and result shapes. None: the call must be decomposed.
         shared_storage: whether its results may be views of one buffer.
+        opaque: whether it has code of its own, which a compiler calls as it is.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Fused:
     choose: Callable[[Sequence[torch.Tensor]], Run]
     rule: Callable[[OperandShapes, OperandShapes], str | None]
     shared_storage: bool = False
+    opaque: bool = False
     chosen: dict[Hashable, Run] = field(default_factory=dict)
 
     @property

@@ -82,9 +82,10 @@ class Pair:
         ]
         both = _Both(self.name, self.kernel, regions, self.positions)
         both.way.data = both.label(device.type, [])
-        return Fused(
-            self.name, both.key, both.reference, both.choose, lambda ins, outs: None
-        ), both.way
+        fused = Fused(
+            self.name, both.key, both.reference, both.choose, lambda ins, outs: None, opaque=True
+        )
+        return fused, both.way
 
 
 class _Both(Choice):

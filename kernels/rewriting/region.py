@@ -12,13 +12,14 @@ from torchard.functional.core.errors import KernelError
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.program import Program
 from torchard.kernels.execution.autotune import Choice
+from torchard.kernels.execution.optional_backends import implementation
 from torchard.kernels.patterns.gradient import RESULT
 from torchard.kernels.patterns.kernel import Implementations, Kernel
 from torchard.kernels.patterns.match import Occurrence
 from torchard.kernels.patterns.pattern import Pattern
 from torchard.kernels.terms.reading import Reading
 
-__all__ = ["KernelRegion", "fused_of", "implementations_of"]
+__all__ = ["KernelRegion", "fused_of", "implementations_of", "runs_by_itself"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -31,9 +32,20 @@ def fused_of(
     numels = [value.access.numel for value in occurrence.inputs]
     region.way.data = region.label(reading.device.type, numels)
     fused = Fused(
-        kernel.name, region.key, region.reference, region.choose, region.rule, kernel.shared_storage
+        kernel.name,
+        region.key,
+        region.reference,
+        region.choose,
+        region.rule,
+        kernel.shared_storage,
+        opaque=runs_by_itself(kernel, occurrence, reading.device.type),
     )
     return fused, region.way
+
+
+def runs_by_itself(kernel: Kernel, occurrence: Occurrence, device: str) -> bool:
+    """Whether a kernel has an implementation for a device, so that no compiler runs its reference."""
+    return implementation(implementations_of(kernel, occurrence.pattern), device).run is not None
 
 
 class KernelRegion(Choice):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import UserString
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import fx
 
 from torchard.functional.core.errors import KernelError
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tags import KERNEL, PHASE, SEGMENTS, SOURCE, USE, VAL
-from torchard.kernels.execution.buffers import is_large
+from torchard.functional.programs.tags import KERNEL, PHASE, SEGMENTS, SOURCE, USE
 from torchard.kernels.patterns.gradient import RESULT
 from torchard.kernels.patterns.kernel import KERNELS, Kernel
 from torchard.kernels.patterns.match import Finder, Occurrence
@@ -25,6 +23,7 @@ from torchard.kernels.rewriting.post_passes import in_any_layout, in_order
 from torchard.kernels.rewriting.region import fused_of
 from torchard.kernels.rewriting.replace import Replacer
 from torchard.kernels.rewriting.report import Missed, Use
+from torchard.kernels.rewriting.worth import SMALL, moves_less, why_as_written
 from torchard.kernels.terms.reading import Reading
 
 __all__ = ["Group", "Search"]
@@ -46,6 +45,15 @@ class Group:
     plan: Replacement = field(default_factory=lambda: Replacement([]))
 
 
+@dataclass(frozen=True)
+class _Joined:
+    """A kernel and its gradient as one kernel: its name, its target and label, and its replacement."""
+
+    name: str
+    fused: tuple[Fused, UserString]
+    plan: Replacement
+
+
 class Request(Protocol):
     """The request of a call of fuse."""
 
@@ -56,6 +64,13 @@ class Request(Protocol):
     @property
     def compiler(self) -> str:
         """The compiler of kernels without an implementation of their own."""
+
+    @property
+    def by_time(self) -> bool:
+        """Whether kernels must be faster, not only move fewer bytes."""
+
+    def only(self, kernel: Kernel) -> Callable[[Program], Program]:
+        """Replaces all occurrences of a kernel, whether or not it pays."""
 
     def concerns(self, node: fx.Node) -> bool:
         """Whether a node is in the requested scopes."""
@@ -74,6 +89,8 @@ class Search:
         self.replacer = Replacer(self.reading, lambda node: any(r.wants(node) for r in stack))
         self.refused: list[tuple[fx.Node, Missed]] = []
         self.stopped: list[Missed] = []
+        # The nodes of the outermost occurrences that are left as they are written.
+        self.written: set[fx.Node] = set()
 
     def groups(self) -> list[Group]:
         """Occurrences grouped with those of their gradients, the largest group first."""
@@ -162,49 +179,67 @@ class Search:
         erased = self.replacer.erased
         refused = [miss for node, miss in self.refused if node not in erased] + self.stopped
         used = frozenset(str(use) for use in self.program.kernels)
-        gone = frozenset(node.name for node in erased)
+        gone = frozenset(node.name for node in erased | self.written)
         return Misses(before, self.kernels, self.request.concerns, refused, used, gone)
 
     def _tried(self, group: Group) -> bool:
-        """Replace a group if that is possible and worthwhile; return whether it was."""
-        if self._joined(group):
-            return True
-        plan = self._plan(group)
+        """Replace a group if that is possible and pays; return whether its members need not be tried."""
+        pair = self._pair(group)
+        plan = self._plan(group) if pair is None else pair.plan
         if not self._accepted(plan):
             group.plan = plan
             self._refused(group)
             return False
+        if self.request.by_time and (why := self._why_as_written(group, plan)):
+            self._leave(group, plan, why)
+            return why == SMALL
+        if pair is None:
+            self._replace(group, plan)
+        else:
+            self._carry_out(plan.parts[0], pair.name, *pair.fused)
+        self.replacer.finish(plan)
+        return True
+
+    def _why_as_written(self, group: Group, plan: Replacement) -> str:
+        kernel = group.members[0][0]
+        return why_as_written(self.program, group.members, plan, self.request.only(kernel.of or kernel))
+
+    def _leave(self, group: Group, plan: Replacement, why: str) -> None:
+        """Leave operations as they are written, and say so in the report."""
+        if not self.written.isdisjoint(plan.results):
+            return
+        self.written |= plan.gone
+        for (kernel, _), part in zip(group.members, plan.parts, strict=False):
+            USE.set(part.firsts[0], Use.of(kernel.name, f"as written ({why})", part))
+
+    def _replace(self, group: Group, plan: Replacement) -> None:
         for (kernel, occurrence), part in zip(group.members, plan.parts, strict=True):
             if kernel.vjp is None and kernel.of is None:
                 self._check_gradient(kernel, part, group.differentiated)
             fused, label = fused_of(kernel, occurrence, self.request.compiler, self.reading)
             self._carry_out(part, kernel.name, fused, label)
-        self.replacer.finish(plan)
-        return True
 
-    def _joined(self, group: Group) -> bool:
-        """Replace a kernel and its gradient by one kernel for both, if possible; return whether it was.
+    def _pair(self, group: Group) -> _Joined | None:
+        """A kernel and its gradient as one kernel, if that is possible and moves fewer bytes.
 
         Not in a program that will be split into forward and backward.
         """
         if len(group.members) != 2 or self.program.is_joint:
-            return False
+            return None
         (kernel, forward), (_, backward) = group.members
         pair = Pair(kernel, forward, backward)
-        fused_pair = pair.fused(self.reading.device, self.request.compiler) if pair.merged else None
-        if pair.merged is None or fused_pair is None:
-            return False
+        fused = pair.fused(self.reading.device, self.request.compiler) if pair.merged else None
+        if pair.merged is None or fused is None:
+            return None
         plan = self._plan(Group([(kernel, pair.merged)]))
         marked = any(SEGMENTS.get(node) for node in plan.gone)
-        if marked or plan.refused or (self.request.kernels is None and not _worth(plan)):
-            return False
-        self._carry_out(plan.parts[0], pair.name, *fused_pair)
-        self.replacer.finish(plan)
-        return True
+        if marked or plan.refused or (self.request.kernels is None and not moves_less(plan)):
+            return None
+        return _Joined(pair.name, fused, plan)
 
     def _accepted(self, plan: Replacement) -> bool:
         """Whether to carry out a plan: the library's kernels must pay, requested ones need not."""
-        if not plan.refused and self.request.kernels is None and not _worth(plan):
+        if not plan.refused and self.request.kernels is None and not moves_less(plan):
             plan.refused = self._unworthy(plan)
         return not plan.refused
 
@@ -245,19 +280,6 @@ class Search:
 
 def _place(node: fx.Node) -> str:
     return str(SOURCE.get(node) or node.name)
-
-
-def _worth(plan: Replacement) -> bool:
-    """Whether a plan pays: fewer bytes; or as many with fewer operations, or in reused memory."""
-    if plan.after != plan.before:
-        return plan.after < plan.before
-    return plan.operations > len(plan.parts) or any(map(_large_on_cpu, plan.results))
-
-
-def _large_on_cpu(node: fx.Node) -> bool:
-    """Whether a result is large enough, on a CPU, for reused memory alone to pay."""
-    val = VAL.of(node)
-    return isinstance(val, torch.Tensor) and val.device.type == "cpu" and is_large(val)
 
 
 def _is_gradient(gradient: Occurrence, of: Occurrence) -> bool:
