@@ -210,10 +210,6 @@ class Fuse(Rewrite):
         """Whether kernels must be faster, not only move fewer bytes; requested ones need not."""
         return self.kernels is None and self.prefer == "time"
 
-    def only(self, kernel: Kernel) -> Fuse:
-        """The rewrite that replaces all occurrences of one kernel, whether or not it pays."""
-        return Fuse((kernel,), self.compiler)
-
     @property
     def passes(self) -> tuple[Pass, ...]:
         patterns = {f"fuse(where={pattern!r})": pattern for pattern in self.where or ()}

@@ -30,6 +30,7 @@ class Replacer(Planner):
     Attributes:
         order: the positions of the nodes; an inserted node comes just before the one it was inserted for.
         turned: for each redirected result, the node that is read in its place.
+        inserted: the nodes that were inserted since the last replacement was finished or undone.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class Replacer(Planner):
         super().__init__(reading, wanted)
         self.order: dict[fx.Node, float] = {n: i for n, i in reading.order.items()}
         self.turned: dict[fx.Node, fx.Node] = {}
+        self.inserted: list[fx.Node] = []
+        self._redirected: list[tuple[fx.Node, list[fx.Node], Term]] = []
 
     def carry_out(self, part: Part, fused: Fused, tags: Tags) -> fx.Node:
         """Insert one kernel, and return its node."""
@@ -57,6 +60,24 @@ class Replacer(Planner):
     def finish(self, plan: Replacement) -> None:
         """Erase the dead nodes of a plan."""
         self._sweep(node for part in plan.parts for node in part.makers)
+        self.inserted, self._redirected = [], []
+
+    def undo(self) -> None:
+        """Erase what was inserted for a plan that is not finished."""
+        for old, users, term in reversed(self._redirected):
+            new = self.turned.pop(old)
+            for user in users:
+                user.replace_input_with(new, old)
+            self._forget(new, term)
+        for node in reversed(self.inserted):
+            if node in self.reading.values:  # a product that a bias was added to
+                self._forget(node, self.reading.values[node].term)
+            self.graph.erase_node(node)
+        self.inserted, self._redirected = [], []
+
+    def _forget(self, node: fx.Node, term: Term) -> None:
+        self.reading.nodes[term].remove(node)
+        self.reading.values.pop(node, None)
 
     def _operand(self, node: fx.Node | None, value: TermValue, like: fx.Node) -> fx.Node:
         if node is not None:
@@ -155,6 +176,7 @@ class Replacer(Planner):
                 else:
                     new = self._viewed(result, root.value, want, old)
             stand_for(new, old)
+            self._redirected.append((old, list(old.users), root.term))
             old.replace_all_uses_with(new)
             self.turned[old] = new
             self.reading.nodes[root.term].insert(0, new)
@@ -193,6 +215,7 @@ class Replacer(Planner):
         """Insert a call in place of another node, with its tags."""
         node = add_call(like, target, *args, **kwargs or {})
         self.order[node] = self.order[like] - 0.5
+        self.inserted.append(node)
         return node
 
     def _sweep(self, nodes: Iterable[fx.Node]) -> None:

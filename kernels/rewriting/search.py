@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserString
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from torchard.kernels.rewriting.post_passes import in_any_layout, in_order
 from torchard.kernels.rewriting.region import fused_of
 from torchard.kernels.rewriting.replace import Replacer
 from torchard.kernels.rewriting.report import Missed, Use
-from torchard.kernels.rewriting.worth import SMALL, moves_less, why_as_written
+from torchard.kernels.rewriting.worth import SMALL, moves_less, trial_of, why_as_written
 from torchard.kernels.terms.reading import Reading
 
 __all__ = ["Group", "Search"]
@@ -68,9 +68,6 @@ class Request(Protocol):
     @property
     def by_time(self) -> bool:
         """Whether kernels must be faster, not only move fewer bytes."""
-
-    def only(self, kernel: Kernel) -> Callable[[Program], Program]:
-        """Replaces all occurrences of a kernel, whether or not it pays."""
 
     def concerns(self, node: fx.Node) -> bool:
         """Whether a node is in the requested scopes."""
@@ -190,19 +187,22 @@ class Search:
             group.plan = plan
             self._refused(group)
             return False
-        if self.request.by_time and (why := self._why_as_written(group, plan)):
+        why = why_as_written(self.program, group.members, plan) if self.request.by_time else ""
+        if why:
             self._leave(group, plan, why)
             return why == SMALL
+        trial = trial_of(self.program, plan) if self.request.by_time else None
         if pair is None:
             self._replace(group, plan)
         else:
             self._carry_out(plan.parts[0], pair.name, *pair.fused)
+        turned = self.replacer.turned
+        if trial and not trial.pays(self.replacer.inserted, [turned[n] for n in plan.results]):
+            self.replacer.undo()
+            self._leave(group, plan, "faster")
+            return False
         self.replacer.finish(plan)
         return True
-
-    def _why_as_written(self, group: Group, plan: Replacement) -> str:
-        kernel = group.members[0][0]
-        return why_as_written(self.program, group.members, plan, self.request.only(kernel.of or kernel))
 
     def _leave(self, group: Group, plan: Replacement, why: str) -> None:
         """Leave operations as they are written, and say so in the report."""

@@ -1,33 +1,35 @@
 """Trials: the operations that a kernel would replace, run as they are written and as the kernel.
 
-A kernel that moves fewer bytes may still be slower: torch's own operations of a few megabytes run in
-caches, a product takes its bias along, and a compiler fuses operations with their neighbours. So the
-operations are taken out of the program as a program of their own, which is run both ways as the whole
-program would be: as generated Python, or by the compiler of the stack. For a compiler the neighbours that
-it would fuse them with come along.
+A kernel that moves fewer bytes may still be slower: torch's own operations on a few megabytes run in
+caches, a product takes its bias along, and a compiler fuses operations with their neighbours. So both are
+taken out of the program as programs of their own, and run as the whole program would be: as generated
+Python, or by the compiler of the stack, with the neighbours that it would fuse them with.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.bounded import Recent
+from torchard.functional.core.outputs import tensors_of
 from torchard.functional.execution.binding import bind
 from torchard.functional.jit import Compile
+from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.program import Bound, Leaf, Program
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import LOOP, VAL
 from torchard.kernels.execution.pool import machine_memory
 from torchard.kernels.execution.rank_consensus import agreed_choice
+from torchard.kernels.rewriting.plan import Replacement
+from torchard.kernels.rewriting.post_passes import in_any_layout
 
 __all__ = ["Trial", "compiler_of"]
 
@@ -46,104 +48,117 @@ def compiler_of(program: Program) -> Compile | None:
 
 
 class Trial:
-    """A part of a program as a program.
+    """Operations of a program, before and after kernels replace them.
 
     Args:
-        program: the whole program.
-        nodes: the operations.
-        results: those of them that are read afterwards.
-        compiler: as `compiler_of` returns it. Then their neighbours are part of it, too.
+        program: the whole program, before they are replaced.
+        plan: their replacement.
+        compiler: as `compiler_of` returns it. Then the neighbours are part of the trial, too.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        nodes: Iterable[fx.Node],
-        results: Sequence[fx.Node],
-        compiler: Compile | None,
-    ) -> None:
-        self.compiler = compiler
-        inside = set(nodes)
-        if compiler is not None:
-            beside = _fused_with(inside, results)
-            results = [*results, *(n for n in beside if not inside.issuperset(n.users))]
-            inside |= beside
-        order = [node for node in program.graph.nodes if node in inside and not _item_of(node, inside)]
-        self.part = _part_of(program, order, list(dict.fromkeys(results)))
-        self.values = [VAL.of(node) for node in self.part.placeholders]
+    def __init__(self, program: Program, plan: Replacement, compiler: Compile | None) -> None:
+        self.program, self.plan, self.compiler = program, plan, compiler
+        self.beside = [] if compiler is None else _fused_with(plan)
+        self.operands: dict[fx.Node, torch.Tensor] = {}
+        self.before = self._part([*plan.gone, *self.beside], plan.results)
+
+    def _part(self, nodes: Iterable[fx.Node], results: Sequence[fx.Node]) -> Program:
+        """Some operations as a program, of operands that are noted in `operands`."""
+        graph = internals.ProgramGraph()
+        inside = {node for node in nodes if not _is_item_of_other(node, nodes)}
+        env: dict[fx.Node, fx.Node] = {}
+        order = list(_in_order(inside))
+        outside = dict.fromkeys(n for node in order for n in node.all_input_nodes if n not in inside)
+        for node in (*self.operands, *(n for n in outside if n not in self.operands)):
+            env[node] = graph.placeholder(f"in{len(env)}")
+            self.operands[node] = VAL.of(node)
+            VAL.set(env[node], VAL.of(node))
+        for node in order:
+            env[node] = graph.node_copy(node, env.__getitem__)
+            forget(env[node], LOOP)
+        results = list(dict.fromkeys((*results, *self.beside)))
+        graph.output(tuple(env[node] for node in results))
+        in_any_layout(graph)
+        inputs = tuple(Leaf(node.name) for node in self.operands)
+        outputs = tuple(Leaf(node.name, role="output") for node in results)
+        return Program(graph=graph, inputs=inputs, outputs=outputs, name=self.program.name)
 
     @property
     def key(self) -> Hashable:
-        """Equal for parts that are equal computations."""
-        numbers = {node: i for i, node in enumerate(self.part.graph.nodes)}
+        """Equal for equal computations."""
+        numbers = {node: i for i, node in enumerate(self.before.graph.nodes)}
 
         def line(node: fx.Node) -> Hashable:
             operands = fx.map_arg((node.args, node.kwargs), lambda operand: f"%{numbers[operand]}")
             return str(node.target), repr(operands)
 
-        kinds = tuple((tuple(v.shape), v.stride(), v.dtype, v.device) for v in self.values)
-        threads = torch.get_num_threads()
-        lines = tuple(line(node) for node in self.part.graph.nodes if node.op != "placeholder")
-        return kinds, lines, self.compiler, threads
+        kinds = tuple((tuple(v.shape), v.stride(), v.dtype, v.device) for v in self.operands.values())
+        lines = tuple(line(node) for node in self.before.graph.nodes if node.op != "placeholder")
+        return kinds, lines, self.compiler, torch.get_num_threads()
 
     @property
     def feasible(self) -> bool:
-        """Whether it can be run here: all on a device, and in a small part of the memory."""
-        held = sum(v.nbytes for node in self.part.graph.nodes for v in _tensors(VAL.get(node)))
-        return held < machine_memory() // 4 and all(v.device.type != "meta" for v in self.values)
+        """Whether it can be run here: not on a device that has no memory, and in a part of the memory."""
+        held = sum(v.nbytes for n in self.before.graph.nodes for v in tensors_of(VAL.get(n)))
+        return held < machine_memory() // 4 and all(
+            v.device.type != "meta" for v in self.operands.values()
+        )
 
-    def pays(self, fused: Callable[[Program], Program]) -> bool:
-        """Whether the part is faster with kernels; all processes of a group decide alike.
+    def pays(self, inserted: Iterable[fx.Node], results: Sequence[fx.Node]) -> bool:
+        """Whether it is faster with the kernels; all processes of a group decide alike.
 
         Args:
-            fused: replaces operations of a program by kernels.
+            inserted: the operations that replace those of the plan.
+            results: what is read in the place of the plan's results.
         """
-        key = self.key
-        return _VERDICTS.get(key, lambda: agreed_choice(repr(key), str(self._pays(fused))) == "True")
+        uses = tuple(str(node.target) for node in inserted if isinstance(node.target, Fused))
+        key = uses, self.key
 
-    def _pays(self, fused: Callable[[Program], Program]) -> bool:
+        def decided() -> bool:
+            faster = self._is_faster(self._part([*inserted, *self.beside], results))
+            return agreed_choice(repr(key), str(faster)) == "True"
+
+        return _VERDICTS.get(key, decided)
+
+    def _is_faster(self, after: Program) -> bool:
         with internals.no_modes(), torch.no_grad():
-            values = [_example(v) for v in self.values]
-            runs = [self._bound(self.part), self._bound(fused(self.part))]
-            written, kernel = _least_seconds(runs, values)
+            values = [_example(v) for v in self.operands.values()]
+            written, kernel = _least_seconds(
+                [
+                    (bind(replace(part, compiler=self.compiler)), values[: len(part.inputs)])
+                    for part in (self.before, after)
+                ]
+            )
         return kernel < _PAYS * written
 
-    def _bound(self, program: Program) -> Bound:
-        return bind(replace(program, compiler=self.compiler))
+
+def _in_order(inside: set[fx.Node]) -> Iterator[fx.Node]:
+    """Some operations, each after its operands: a kernel may have been inserted before its own."""
+    done: set[fx.Node] = set()
+    todo = list(inside)
+    while todo:
+        node = todo[-1]
+        first = [n for n in node.all_input_nodes if n in inside and n not in done]
+        if first:
+            todo += first
+            continue
+        todo.pop()
+        if node not in done:
+            done.add(node)
+            yield node
 
 
-def _fused_with(inside: set[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
+def _fused_with(plan: Replacement) -> list[fx.Node]:
     """The operations that a compiler might fuse with these: pointwise ones just before and after."""
-    before = {n for node in inside for n in node.all_input_nodes}
-    after = {n for node in results for n in node.users}
-    return {n for n in (before | after) - inside if torch.Tag.pointwise in getattr(n.target, "tags", ())}
+    before = [n for node in plan.gone for n in node.all_input_nodes]
+    after = [n for node in plan.results for n in node.users]
+    beside = (n for n in dict.fromkeys([*before, *after]) if n not in plan.gone)
+    return [n for n in beside if torch.Tag.pointwise in getattr(n.target, "tags", ())]
 
 
-def _item_of(node: fx.Node, inside: set[fx.Node]) -> bool:
+def _is_item_of_other(node: fx.Node, inside: Iterable[fx.Node]) -> bool:
     """Whether a node is one of several results of an operation that is not inside."""
-    return node.target is operator.getitem and inside.isdisjoint(node.all_input_nodes)
-
-
-def _part_of(program: Program, order: Sequence[fx.Node], results: Sequence[fx.Node]) -> Program:
-    graph = internals.ProgramGraph()
-    operands = dict.fromkeys(n for node in order for n in node.all_input_nodes)
-    env: dict[fx.Node, fx.Node] = {}
-    for node in operands:
-        if node not in order:
-            env[node] = graph.placeholder(f"in{len(env)}")
-            VAL.set(env[node], VAL.of(node))
-    role = "cotangent" if program.is_joint else "primal"
-    inputs = tuple(Leaf(node.name, role=role) for node in env.values())
-    for node in order:
-        env[node] = graph.node_copy(node, env.__getitem__)
-        forget(env[node], LOOP)
-    graph.output(tuple(env[node] for node in results))
-    outputs = tuple(Leaf(node.name, role="output") for node in results)
-    return Program(graph=graph, inputs=inputs, outputs=outputs, name=program.name)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, torch.Tensor)]
+    return node.target is operator.getitem and node.all_input_nodes[0] not in inside
 
 
 def _example(like: torch.Tensor) -> torch.Tensor:
@@ -158,13 +173,13 @@ def _example(like: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(like.shape, like.stride())
 
 
-def _least_seconds(runs: Sequence[Bound], values: Sequence[torch.Tensor]) -> list[float]:
+def _least_seconds(runs: Sequence[tuple[Bound, Sequence[torch.Tensor]]]) -> list[float]:
     """The least seconds of each, in turns, after a warm-up in which compilers compile."""
     least = [math.inf] * len(runs)
     began = math.inf
     for number in range(-1, _MOST):
         for i in range(len(runs)):
-            seconds = _seconds(runs[i], values)
+            seconds = _seconds(*runs[i])
             if number >= 0:
                 least[i] = min(least[i], seconds)
         began = perf_counter() if number < 0 else began

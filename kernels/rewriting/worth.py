@@ -6,7 +6,7 @@ with it (trials.py); else they are left as they are written, at no cost in a cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -21,9 +21,11 @@ from torchard.kernels.rewriting.plan import Replacement
 from torchard.kernels.rewriting.region import runs_by_itself
 from torchard.kernels.rewriting.trials import Trial, compiler_of
 
-__all__ = ["SMALL", "moves_less", "why_as_written"]
+__all__ = ["SMALL", "moves_less", "trial_of", "why_as_written"]
 
 SMALL = "small"
+# Bytes saved from which a kernel is compiled for a trial: it takes seconds, and gains milliseconds.
+WORTH_COMPILING = 1 << 25
 
 Member = tuple[Kernel, Occurrence]
 
@@ -41,29 +43,28 @@ def _large_on_cpu(node: fx.Node) -> bool:
     return isinstance(val, torch.Tensor) and val.device.type == "cpu" and is_large(val)
 
 
-def why_as_written(
-    program: Program,
-    members: Iterable[Member],
-    plan: Replacement,
-    fused: Callable[[Program], Program],
-) -> str:
-    """Why operations are left as they are written, for reports; empty if kernels replace them.
-
-    On a mesh the shapes of shards are known only once they are planned: there, bytes decide.
-
-    Args:
-        fused: replaces the operations by these kernels, in any program.
-    """
+def why_as_written(program: Program, members: Iterable[Member], plan: Replacement) -> str:
+    """Why operations are left as they are written, without a trial; empty if that must decide."""
     if plan.before < LARGE:
         return SMALL
-    compiler, device = compiler_of(program), VAL.of(plan.results[0]).device.type
-    own = any(runs_by_itself(kernel, occurrence, device) for kernel, occurrence in members)
-    if compiler is not None and not own:
-        return "the compiler fuses it with its neighbours"
-    if torch.are_deterministic_algorithms_enabled() or _on_a_mesh(program):
+    device = VAL.of(plan.results[0]).device.type
+    if any(runs_by_itself(kernel, occurrence, device) for kernel, occurrence in members):
         return ""
-    trial = Trial(program, plan.gone, plan.results, compiler)
-    return "" if not trial.feasible or trial.pays(fused) else "faster"
+    if compiler_of(program) is not None:
+        return "the compiler fuses it with its neighbours"
+    saved = plan.before - plan.after
+    return SMALL if device == "cpu" and saved < WORTH_COMPILING else ""
+
+
+def trial_of(program: Program, plan: Replacement) -> Trial | None:
+    """The trial that decides about a plan; None if bytes decide.
+
+    On a mesh they do: the shapes of shards are known only once they are planned.
+    """
+    if torch.are_deterministic_algorithms_enabled() or _on_a_mesh(program):
+        return None
+    trial = Trial(program, plan, compiler_of(program))
+    return trial if trial.feasible else None
 
 
 def _on_a_mesh(program: Program) -> bool:
