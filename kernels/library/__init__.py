@@ -11,6 +11,7 @@ from torchard.kernels.library import (
     residual,
     rope,
     softmax,
+    torch_gradients,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "residual",
     "rope",
     "softmax",
+    "torch_gradients",
 ]

@@ -6,16 +6,18 @@ is both returned and normalised), and of the cotangents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from torchard.functional.core.outputs import outputs_of
 from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
+from torchard.functional.torch_internals.operators import aten
 from torchard.functional.trace import trace
 from torchard.functional.tracing.signature import ShapeDtype
 from torchard.kernels.patterns.pattern import Pattern
@@ -66,10 +68,14 @@ def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
     if not floating or not followed:
         return None
     joint = _Joint(pattern, floating, followed, again)
+    joint = replace(joint, differentiable=joint.following(specs))
+    if not joint.differentiable:
+        return None
     gradients = _Gradients(joint, tuple(range(len(specs))), (), tuple(range(len(floating))))
     results = joint.results_read(gradients.pattern().alternatives[0].example)
     cut = replace(gradients, results=results)
     skeleton = cut.pattern().alternatives[0].skeleton
+    cut = replace(cut, literals=_read_literals(cut.pattern()) if results else None)
     roots = list(zip(skeleton.roots, skeleton.accesses, strict=True))
     # Equal gradients, such as those of a sum's operands, are computed once.
     distinct = tuple(j for j, root in enumerate(roots) if root not in roots[:j])
@@ -80,6 +86,18 @@ def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
     return replace(cut, used=used, returned=distinct).pattern()
 
 
+def _read_literals(pattern: Pattern) -> tuple[str, ...]:
+    """The literals that a gradient depends on, other than through the outputs that it reads."""
+    alternative, marked = pattern.alternatives[0], pattern._marked()
+    specs, program = alternative.example
+
+    def matters(name: str) -> bool:
+        other = alternative.at(specs, tuple({**marked, name: marked[name] / 2}.items()))
+        return other is None or str(other.graph) != str(program.graph)
+
+    return tuple(filter(matters, marked))
+
+
 @dataclass(frozen=True)
 class _Joint:
     """A function that returns the outputs and the gradients of a pattern.
@@ -87,25 +105,42 @@ class _Joint:
     Attributes:
         floating, followed: the indices of its floating-point inputs, and outputs.
         again: whether the gradients may be differentiated again.
+        differentiable: those of the outputs that have cotangents; a detached one has none.
     """
 
     pattern: Pattern
     floating: Sequence[int]
     followed: Sequence[int]
     again: bool
+    differentiable: tuple[int, ...] = ()
 
-    def __call__(
-        self, inputs: Sequence[Any], cotangents: Sequence[Any], literals: dict[str, Any]
-    ) -> tuple[list[Any], list[Any]]:
+    def following(self, specs: Sequence[Any]) -> tuple[int, ...]:
+        """The floating-point outputs that depend on the inputs."""
+        flags: list[bool] = []
+
+        def run(*tensors: Any) -> list[Any]:
+            _, outs = self._outputs(tensors, self.pattern._marked())
+            flags[:] = [out.requires_grad for out in outs]
+            return outs
+
+        trace(run)(*(ShapeDtype(shape, dtype) for shape, dtype in specs))
+        return tuple(j for j, flag in zip(self.followed, flags, strict=True) if flag)
+
+    def _outputs(self, inputs: Sequence[Any], literals: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+        """The inputs, and the floating-point outputs, as autograd's graph has them."""
         with torch.enable_grad():
             operands = list(inputs)
             for i in self.floating:
                 operands[i] = inputs[i].detach().requires_grad_()
-            out = self.pattern.fn(*operands, **literals)
-        outs = outputs_of(out)
-        outs = [outs[j] for j in self.followed]
+            outs = outputs_of(self.pattern.fn(*operands, **literals))
+        return operands, [outs[j] for j in self.followed]
+
+    def __call__(
+        self, inputs: Sequence[Any], cotangents: Sequence[Any], literals: dict[str, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        operands, outs = self._outputs(inputs, literals)
         gradients = torch.autograd.grad(
-            outs,
+            [out for j, out in zip(self.followed, outs, strict=True) if j in self.differentiable],
             [operands[i] for i in self.floating],
             cotangents,
             create_graph=self.again,
@@ -146,11 +181,20 @@ def _cut(program: Program, count: int, results: Sequence[int]) -> Program:
     graph, outputs = program.graph, program.results
     for j in results:
         placeholder = program.extend(f"{RESULT}{j}", VAL.of(outputs[j]))
-        if outputs[j].op == "call_function":  # an output that is an input is read as that input
-            outputs[j].replace_all_uses_with(placeholder)
+        for output in _same_value(outputs[j]):
+            output.replace_all_uses_with(placeholder, delete_user_cb=lambda user: user.op != "output")
     graph.output_node().args = (tuple(outputs[count:]),)
     graph.eliminate_dead_code()
     return replace(program, outputs=program.outputs[count:])
+
+
+def _same_value(output: fx.Node) -> Iterator[fx.Node]:
+    """An output and what it is detached from; not an input, which is read as itself."""
+    while output.op == "call_function":
+        yield output
+        if output.target is not aten.detach.default:
+            break
+        output = output.all_input_nodes[0]
 
 
 @dataclass(frozen=True)
@@ -161,24 +205,26 @@ class _Gradients:
     used: tuple[int, ...]
     results: tuple[int, ...]
     returned: tuple[int, ...]
+    literals: tuple[str, ...] | None = None
 
     def pattern(self) -> Pattern:
         """The pattern of this function."""
         of = self.joint.pattern
         names = [of.inputs[i] for i in self.used]
         names += [f"{RESULT}{self.joint.followed[j]}" for j in self.results]
-        names += [f"cotangent_{j}" for j in range(len(self.joint.followed))]
+        names += [f"cotangent_{j}" for j in range(len(self.joint.differentiable))]
         weights = [of.inputs[i] for i in of.weights]
         name = f"{of.name}_backward"
-        return Pattern.of(self, name, names, of.literals, self._dims(), weights)
+        literals = of.literals if self.literals is None else list(self.literals)
+        return Pattern.of(self, name, names, literals, self._dims(), weights)
 
     def _dims(self) -> Dims | None:
         """The dims: a gradient has those of its input, a cotangent those of its output."""
         of = self.joint.pattern.dims
         if of is None:
             return None
-        outputs = [of.outputs[j] for j in self.joint.followed]
-        results = [outputs[j] for j in self.results]
+        outputs = [of.outputs[j] for j in self.joint.differentiable]
+        results = [of.outputs[self.joint.followed[j]] for j in self.results]
         return Dims(
             of.text + " backward",
             (*(of.inputs[i] for i in self.used), *results, *outputs),
@@ -188,12 +234,13 @@ class _Gradients:
         )
 
     def __call__(self, *tensors: torch.Tensor, **literals: Any) -> Any:
+        literals = {**self.joint.pattern._marked(), **literals}
         known, rest = dict(zip(self.used, tensors, strict=False)), tensors[len(self.used) :]
         results, cotangents = rest[: len(self.results)], rest[len(self.results) :]
         inputs = self._complete(known, cotangents)
         if results:
             program = self.joint.program(inputs, cotangents, literals)
-            cut = _cut(program, len(cotangents), self.results)
+            cut = _cut(program, len(self.joint.followed), self.results)
             gradients = bind(cut)([*inputs, *cotangents, *results])
         else:
             _, gradients = self.joint(inputs, cotangents, literals)
@@ -209,7 +256,7 @@ class _Gradients:
         of = self.joint.pattern.dims
         assert of is not None
         given = [known.get(i) for i in range(count)]
-        outputs = tuple(of.outputs[j] for j in self.joint.followed)
+        outputs = tuple(of.outputs[j] for j in self.joint.differentiable)
         dims = replace(of, inputs=(*of.inputs, *outputs))
         shapes = dims.complete(
             [None if t is None else tuple(t.shape) for t in (*given, *cotangents)]

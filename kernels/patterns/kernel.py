@@ -52,6 +52,8 @@ class Kernel:
             both and the cotangents do not depend on the outputs, as for a loss.
         by_time: on a CPU, also time the compiled reference, and run the faster one.
         shared_storage: results of an implementation may be views of one buffer.
+        gradient_only: the references are operators of torch's as they are; only their gradients are
+            looked for.
 
     Raises:
         PatternError (when it is first searched for): ``dims`` and ``references`` do not agree.
@@ -77,6 +79,7 @@ class Kernel:
     joint: Implementations = field(default_factory=dict, kw_only=True)
     by_time: bool = field(default=False, kw_only=True)
     shared_storage: bool = field(default=False, kw_only=True)
+    gradient_only: bool = field(default=False, kw_only=True)
     tolerance: Annotated[float, AtLeast(0)] = 2.0
     weights: tuple[str, ...] = ()
     of: Kernel | None = None

@@ -248,7 +248,7 @@ class Verifier:
         paths = sorted(bound.paths.get(i, ()), key=len)
         for end in dict.fromkeys(self._reached(self.reading.value(node), path) for path in paths):
             options.update(dict.fromkeys(_seen(end, turned)))
-        # A factor that was pulled out of a term may have been the input's.
+        # A factor, or an exponent, that was pulled out of a term may have been the input's.
         for inner in [*_inside(term), *self.reading.multiples.get(term, ())]:
             for value in self.reading.read_as(inner):
                 options[value] = None

@@ -93,9 +93,9 @@ class Search:
         """Occurrences grouped with those of their gradients, the largest group first."""
         groups: list[Group] = []
         for kernel in self.kernels:
-            forward = self._occurrences(kernel, False)
+            forward = [] if kernel.gradient_only else self._occurrences(kernel, False)
             # Without a kernel's occurrence one of its gradient is unlikely, and searching takes time.
-            likely = forward or self.request.kernels is not None
+            likely = forward or kernel.gradient_only or self.request.kernels is not None
             backward = kernel.gradient if likely and _has_backward(self.program) else None
             gradients = [] if backward is None else self._occurrences(backward, True)
             for occurrence in forward:

@@ -6,7 +6,7 @@ with it (trials.py); else they are left as they are written, at no cost in a cal
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -26,6 +26,8 @@ __all__ = ["SMALL", "moves_less", "trial_of", "why_as_written"]
 SMALL = "small"
 # Bytes saved from which a kernel is compiled for a trial: it takes seconds, and gains milliseconds.
 WORTH_COMPILING = 1 << 25
+# Calls saved from which a kernel with code of its own is tried, however small the tensors are.
+FEWER = 3
 
 Member = tuple[Kernel, Occurrence]
 
@@ -43,31 +45,34 @@ def _large_on_cpu(node: fx.Node) -> bool:
     return isinstance(val, torch.Tensor) and val.device.type == "cpu" and is_large(val)
 
 
-def why_as_written(program: Program, members: Iterable[Member], plan: Replacement) -> str:
+def why_as_written(program: Program, members: Sequence[Member], plan: Replacement) -> str:
     """Why operations are left as they are written, without a trial; empty if that must decide."""
-    if plan.before < LARGE:
-        return SMALL
     device = VAL.of(plan.results[0]).device.type
-    if any(runs_by_itself(kernel, occurrence, device) for kernel, occurrence in members):
-        return ""
+    own = any(runs_by_itself(kernel, occurrence, device) for kernel, occurrence in members)
+    many = plan.before - plan.after >= WORTH_COMPILING
     if compiler_of(program) is not None:
-        return "the compiler fuses it with its neighbours"
-    saved = plan.before - plan.after
-    return SMALL if device == "cpu" and saved < WORTH_COMPILING else ""
+        alone = own and not any((kernel.of or kernel).gradient_only for kernel, _ in members)
+        return "" if alone and many else SMALL if alone else "the compiler fuses it"
+    if own:
+        fewer = plan.operations - len(plan.parts) >= FEWER
+        return "" if plan.before >= LARGE or (fewer and not _by_bytes(program)) else SMALL
+    return "" if many or (plan.before >= LARGE and device != "cpu") else SMALL
 
 
 def trial_of(program: Program, plan: Replacement) -> Trial | None:
-    """The trial that decides about a plan; None if bytes decide.
-
-    On a mesh they do: the shapes of shards are known only once they are planned.
-    """
-    if torch.are_deterministic_algorithms_enabled() or _on_a_mesh(program):
+    """The trial that decides about a plan; None if bytes decide."""
+    if _by_bytes(program):
         return None
     trial = Trial(program, plan, compiler_of(program))
     return trial if trial.feasible else None
 
 
-def _on_a_mesh(program: Program) -> bool:
+def _by_bytes(program: Program) -> bool:
+    """Whether there are no trials, whose results differ: where algorithms must be deterministic.
+
+    Nor on a mesh, where the shapes of shards are known only once they are planned.
+    """
     placed = any(isinstance(leaf.tag, Placement) for leaf in program.inputs)
     planned = (r for r in program.stack if not isinstance(r, Compile))
-    return placed or any(one.stage == Stage.PLAN for r in planned for one in r.passes)
+    on_a_mesh = placed or any(one.stage == Stage.PLAN for r in planned for one in r.passes)
+    return on_a_mesh or torch.are_deterministic_algorithms_enabled()

@@ -16,7 +16,7 @@ from torchard.functional.programs.tags import PHASE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.kernels.terms.evaluate import evaluate
 from torchard.kernels.terms.store import Store
-from torchard.kernels.terms.terms import Term, TermValue, is_multiple, literal
+from torchard.kernels.terms.terms import Term, TermValue, is_multiple, is_power, literal
 
 __all__ = ["Reading", "bare", "factors_of", "inside", "operations"]
 
@@ -78,7 +78,7 @@ class Reading:
         nodes: the nodes of each term, the earliest first.
         by_op: the terms of each operation, without casts and factors.
         first: the value of each term's earliest node.
-        multiples: the multiples of each term that have nodes.
+        multiples: the multiples, and the powers, of each term that have nodes.
         products: product -> the node that computes the product together with a bias.
         order: the positions of the nodes.
         casts: whether the program has casts, which separate sums and products.
@@ -107,7 +107,7 @@ class Reading:
         self.first = {term: values[nodes[0]] for term, nodes in self.nodes.items()}
         self.multiples: dict[Term, list[Term]] = defaultdict(list)
         for term in self.nodes:
-            if is_multiple(term):
+            if is_multiple(term) or is_power(term):
                 self.multiples[term.operands[0][0]].append(term)
         self.products = self._products()
         self.casts = self.store.casts

@@ -21,6 +21,7 @@ __all__ = [
     "Term",
     "TermValue",
     "is_multiple",
+    "is_power",
     "literal",
     "number",
     "through",
@@ -104,6 +105,11 @@ def literal(part: TermValue | Number) -> Number | None:
 def is_multiple(term: Term) -> bool:
     """Whether a term is a multiple of another: a sum of one operand, without a constant."""
     return term.op == "sum" and len(term.operands) == 1 and term.numbers[1] == 0
+
+
+def is_power(term: Term) -> bool:
+    """Whether a term is a power of another: a product of one operand."""
+    return term.op == "product" and len(term.operands) == 1
 
 
 def unscaled(value: TermValue) -> tuple[float, TermValue]:
