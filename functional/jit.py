@@ -123,6 +123,11 @@ class Compile(Rewrite):
         """Of a compiler: whether it leaves updates of many parameters out of what is compiled."""
         return self.backend in ("eager", "inductor")
 
+    @property
+    def keeps_loops(self) -> bool:
+        """See `Compiler`."""
+        return self.backend != "eager"
+
     def annotate(self, program: Program) -> Program:
         """Check that the donated positions are positions of the call's arguments."""
         args, _ = tree.unflatten(program.in_tree, [None] * program.in_tree.num_leaves)

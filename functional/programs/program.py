@@ -441,6 +441,11 @@ class Compiler(Protocol):
         """Whether it runs operations that update many parameters, each by one kernel of torch."""
         return False
 
+    @property
+    def keeps_loops(self) -> bool:
+        """Whether it compiles the body of a loop once; if not, loops cost what their iterations do."""
+        return True
+
     def bind(self, program: Program) -> Bound:
         """As `Runtime.bind`."""
 

@@ -13,7 +13,8 @@ from torch import fx
 
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import HALVES, LAYOUT, VAL
+from torchard.functional.programs.tags import HALVES, LAYOUT, LOOP, VAL
+from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.updates.templates import Member, member_of
 
 __all__ = ["with_updates"]
@@ -32,9 +33,14 @@ def with_updates(program: Program) -> Program:
     known = program.compiler is None or program.compiler.runs_updates
     if not known or program.is_joint or HALVES.on(program.output):
         return program
+    found = [m for m in map(member_of, program.calls) if m is not None]
+    if any(LOOP.on(m.results[0]) for m in found):
+        if program.compiler is not None and program.compiler.keeps_loops:
+            found = [m for m in found if not LOOP.on(m.results[0])]
+        else:  # a layer's updates in an iteration: one kernel for all layers is faster
+            return with_updates(unrolled(program))
     order = {node: at for at, node in enumerate(program.graph.nodes)}
-    found = (member_of(node) for node in program.calls)
-    members = list(_apart(m for m in found if m is not None and _may_merge(m, order)))
+    members = list(_apart(m for m in found if _may_merge(m, order)))
     if not members:
         return program
     merged = _Merged(fx.Graph(), members)

@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.programs.tags import LOOP
 
 __all__ = ["Found", "RecordedTerm", "fits", "recorded_terms"]
 
@@ -83,7 +82,7 @@ def fits(term: Any, value: Any, found: Found, names: Mapping[float, str] | None 
 
 
 def _is_call(term: RecordedTerm, value: Any, found: Found, names: Mapping[float, str] | None) -> bool:
-    if not isinstance(value, fx.Node) or value.target is not term.op or LOOP.on(value):
+    if not isinstance(value, fx.Node) or value.target is not term.op:
         return False
     if len(value.args) != len(term.args) or value.kwargs.keys() != term.kwargs.keys():
         return False
