@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ __all__ = ["Occurrence", "Root", "Verifier"]
 # Limits per proposal: shapes of its inputs, and inputs of those shapes that determine the first output.
 _SHAPES = 48
 _COMBINATIONS = 48
+# The numbers tried for a literal that is a factor.
+_NUMBERS = 8
 # The number of values tried for single inputs, most of which are rejected at once.
 _TRIES = 1024
 
@@ -98,11 +100,41 @@ class Verifier:
             partly: whether some of the others suffice.
         """
         self.effort.spend(EVALUATION)
+        tries = itertools.count()
+        for each in self._with_literals(alternative, term, bound):
+            occurrence = self._by(alternative, first, term, each, partly, tries)
+            if occurrence is not None:
+                return occurrence
+        return None
+
+    def _with_literals(
+        self, alternative: Alternative, term: Term, bound: Binding
+    ) -> Iterator[Binding]:
+        """The binding with a value for each literal.
+
+        A factor has no place of its own in a sum, so that one of the program's numbers is tried for it.
+        """
+        open_ones = [n for n in alternative.pattern.literals if n not in bound.literals]
+        if len(open_ones) != 1:
+            yield bound
+            return
+        for number in itertools.islice(_factors(term, set(bound.inputs.values())), _NUMBERS):
+            yield replace(bound, literals={**bound.literals, open_ones[0]: number})
+
+    def _by(
+        self,
+        alternative: Alternative,
+        first: int,
+        term: Term,
+        bound: Binding,
+        partly: bool,
+        tries: Iterator[int],
+    ) -> Occurrence | None:
+        """The occurrence of a binding; None if there is none with its literals."""
         proposal = self._given(alternative, term, bound)
         if proposal is None:
             return None
         options, literals, operations = proposal
-        tries = itertools.count()
         for specs in itertools.islice(_fitting(options, alternative.pattern.dims), _SHAPES):
             plan = alternative.plan(specs, literals, operations)
             if plan is None or len(plan.program.inputs) != len(options):  # it closes over tensors
@@ -272,6 +304,20 @@ class Verifier:
                 self._steps[key] = through(reached, k, within=True)
             reached = self._steps[key]
         return reached
+
+
+def _factors(term: Term, ends: set[Term]) -> Iterator[float]:
+    """The factors in a term, other than 1 and -1, not beyond the ends; the outermost first."""
+    seen, found, todo = {term}, set[float](), [term]
+    for each in todo:
+        numbers = each.numbers[: len(each.operands)] if each.op == "sum" else ()
+        for number in numbers:
+            if abs(number) != 1 and abs(number) not in found:
+                found.add(abs(number))
+                yield abs(number)
+        fresh = [operand for operand, _ in each.operands if operand not in seen | ends]
+        seen.update(fresh)
+        todo += fresh
 
 
 class _Trial:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -26,6 +26,7 @@ from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.program import Bound, Leaf, Program
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import LOOP, VAL
+from torchard.functional.programs.views import is_view
 from torchard.kernels.execution.pool import machine_memory
 from torchard.kernels.execution.rank_consensus import agreed_choice
 from torchard.kernels.rewriting.plan import Replacement
@@ -58,7 +59,7 @@ class Trial:
 
     def __init__(self, program: Program, plan: Replacement, compiler: Compile | None) -> None:
         self.program, self.plan, self.compiler = program, plan, compiler
-        self.beside = [] if compiler is None else _fused_with(plan)
+        self.beside = [] if compiler is None else _neighbours(plan)
         self.operands: dict[fx.Node, torch.Tensor] = {}
         self.before = self._part([*plan.gone, *self.beside], plan.results)
 
@@ -148,12 +149,24 @@ def _in_order(inside: set[fx.Node]) -> Iterator[fx.Node]:
             yield node
 
 
-def _fused_with(plan: Replacement) -> list[fx.Node]:
-    """The operations that a compiler might fuse with these: pointwise ones just before and after."""
-    before = [n for node in plan.gone for n in node.all_input_nodes]
-    after = [n for node in plan.results for n in node.users]
-    beside = (n for n in dict.fromkeys([*before, *after]) if n not in plan.gone)
-    return [n for n in beside if torch.Tag.pointwise in getattr(n.target, "tags", ())]
+def _neighbours(plan: Replacement) -> list[fx.Node]:
+    """The operations just before and after, and the views between.
+
+    A compiler might fuse them, or compute in the memory of their results.
+    """
+
+    def reached(nodes: Iterable[fx.Node], onwards: Callable[[fx.Node], Iterable[fx.Node]]) -> None:
+        todo = [n for node in nodes for n in onwards(node)]
+        while todo:
+            node = todo.pop()
+            if node.op == "call_function" and node not in plan.gone and node not in found:
+                found[node] = None
+                todo += onwards(node) if is_view(node) else ()
+
+    found: dict[fx.Node, None] = {}
+    reached(plan.gone, lambda node: node.all_input_nodes)
+    reached(plan.results, lambda node: node.users)
+    return [node for node in found if not isinstance(VAL.get(node), tuple)]
 
 
 def _is_item_of_other(node: fx.Node, inside: Iterable[fx.Node]) -> bool:
