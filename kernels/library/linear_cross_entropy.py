@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchard.functional.torch_internals.operators import aten
 from torchard.kernels.execution.buffers import Buffers
 from torchard.kernels.library.cross_entropy import (
     by_gather,
@@ -61,24 +62,17 @@ class _Head:
         return Buffers.of([like]).new(self.x.device)[0]
 
     def _chunk(self, rows: slice, memory: list[Tensor]) -> _Chunk:
-        logits = self.product(rows, memory[0])
         if self.cap is None:
-            return _Chunk(self, rows, logits)
-        slope = logits.div_(self.cap).tanh_()
-        logits = torch.mul(slope, self.cap, out=memory[1])
-        return _Chunk(self, rows, logits, slope.square_().neg_().add_(1))
+            return _Chunk(self, rows, self.product(rows, memory[0]))
+        tanh = self.product(rows, memory[0]).div_(self.cap).tanh_()
+        return _Chunk(self, rows, torch.mul(tanh, self.cap, out=memory[1]), tanh)
 
     def product(self, rows: slice | Tensor, out: Tensor | None = None) -> Tensor:
         """Some rows of the product and its bias, in a wide dtype."""
-        x = self.x[rows]
-        if out is not None and out.dtype == x.dtype:
-            if self.bias is None:
-                return torch.mm(x, self.w, out=out)
-            return torch.addmm(self.bias, x, self.w, out=out)
-        product = (x @ self.w if self.bias is None else torch.addmm(self.bias, x, self.w)).to(
-            wide(x.dtype)
-        )
-        return product if out is None else out.copy_(product)
+        x, b, dtype = self.x[rows], self.bias, wide(self.x.dtype)
+        same = out if x.dtype == dtype else None
+        product = torch.mm(x, self.w, out=same) if b is None else torch.addmm(b, x, self.w, out=same)
+        return product.to(dtype) if out is None else product if out is same else out.copy_(product)
 
     def capped(self, product: Tensor) -> Tensor:
         """The logits of a product."""
@@ -90,13 +84,13 @@ class _Chunk:
     """Some rows of the logits, which may be overwritten.
 
     Attributes:
-        slope: the derivative of the cap.
+        tanh: the logits over the cap.
     """
 
     head: _Head
     rows: slice
     logits: Tensor
-    slope: Tensor | None = None
+    tanh: Tensor | None = None
 
     def to_losses(self, labels: Tensor) -> Tensor:
         """The sum of the losses; the logits become their softmax."""
@@ -134,8 +128,8 @@ class _Gradients:
         """Add the gradients of some rows, whose logits have become their softmax."""
         rows, softmax, x = chunk.rows, chunk.logits, self.head.x[chunk.rows]
         factor = less_one_hot(softmax, self.labels[rows], self.scale)
-        if chunk.slope is not None:
-            softmax.mul_(chunk.slope)
+        if chunk.tanh is not None:
+            aten.tanh_backward.grad_input(softmax, chunk.tanh, grad_input=softmax)
         # The factor is applied on the side of [m, d], which is smaller than [m, v].
         narrow = softmax.to(x.dtype)
         torch.mm(narrow, self.head.w.t(), out=self.to_x[rows]).mul_(factor)

@@ -51,12 +51,18 @@ def why_as_written(program: Program, members: Sequence[Member], plan: Replacemen
     own = any(runs_by_itself(kernel, occurrence, device) for kernel, occurrence in members)
     many = plan.before - plan.after >= WORTH_COMPILING
     if compiler_of(program) is not None:
-        alone = own and not any((kernel.of or kernel).gradient_only for kernel, _ in members)
-        return "" if alone and many else SMALL if alone else "the compiler fuses it"
+        if not own or not any(_has_products(occurrence) for _, occurrence in members):
+            return "the compiler fuses it"
+        return "" if many else SMALL
     if own:
         fewer = plan.operations - len(plan.parts) >= FEWER
         return "" if plan.before >= LARGE or (fewer and not _by_bytes(program)) else SMALL
     return "" if many or (plan.before >= LARGE and device != "cpu") else SMALL
+
+
+def _has_products(occurrence: Occurrence) -> bool:
+    """Whether matrices are multiplied; all else a compiler fuses, with what is before and after."""
+    return any(term.op == "dot" for term in occurrence.alternative.skeleton.terms)
 
 
 def trial_of(program: Program, plan: Replacement) -> Trial | None:
