@@ -19,9 +19,10 @@ from torchard.functional.remat.segments import Where, chooser, scopes_in
 from torchard.functional.trace import trace
 from torchard.kernels import library  # noqa: F401  (registers its kernels)
 from torchard.kernels.execution.autotune import COMPILERS
-from torchard.kernels.patterns.kernel import Kernel
+from torchard.kernels.patterns.kernel import KERNELS, Kernel
 from torchard.kernels.patterns.match import Finder
 from torchard.kernels.patterns.pattern import Pattern
+from torchard.kernels.rewriting.findings import Findings
 from torchard.kernels.rewriting.fused_loss_grad import let_go_of_losses
 from torchard.kernels.rewriting.post_passes import each_its_own
 from torchard.kernels.rewriting.report import Match
@@ -211,6 +212,16 @@ class Fuse(Rewrite):
         return self.kernels is None and self.prefer == "time"
 
     @property
+    def looked_for(self) -> tuple[Kernel, ...]:
+        """The kernels to look for."""
+        return tuple(KERNELS.values()) if self.kernels is None else self.kernels
+
+    @property
+    def of_all(self) -> Fuse:
+        """The same rewrite for kernels that only move fewer bytes."""
+        return replace(self, prefer="memory")
+
+    @property
     def passes(self) -> tuple[Pass, ...]:
         patterns = {f"fuse(where={pattern!r})": pattern for pattern in self.where or ()}
         return (pattern_pass(Stage.REPLACE, self, patterns, "be searched"),)
@@ -231,7 +242,12 @@ class Fuse(Rewrite):
         search = Search(changed, self)
         search.carry_out()
         each_its_own(program, changed)
-        return replace(changed, misses=(*program.misses, search.missed(program)))
+        found = Findings.of(program, self, search)
+        return replace(
+            changed,
+            misses=(*program.misses, found.missed),
+            written=(*program.written, found.written),
+        )
 
     def inline(self, program: Program) -> Program:
         """Inside another trace: tag the nodes, which are fused when that trace is lowered."""

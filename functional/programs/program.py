@@ -467,6 +467,7 @@ class Program:
             appends those that its stack lacks.
         name: the name of the traced function.
         misses: functions that find near misses of kernels, each with the reason.
+        written: functions that find what kernels could compute and is left as it is written.
         unrolled: which loops were unrolled, and for which pass.
         closures: what the inputs of role ``closure`` stand for (see tracing/trace_state.py).
         constants: the values of the last inputs, those of role ``constant``, made while tracing.
@@ -498,6 +499,7 @@ class Program:
     asks: tuple[Rewrite, ...] = ()
     name: str = "f"
     misses: tuple[Callable[[], list[Any]], ...] = ()
+    written: tuple[Callable[[], Records], ...] = ()
     unrolled: str = ""
     closures: tuple[Any, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()
@@ -553,14 +555,16 @@ class Program:
     def kernels(self) -> Records:
         """The fused kernels, in order: the ``use`` tags, and the kernels that were decomposed again.
 
-        ``.missed``: near misses, and matches that could not be replaced, each with the reason.
+        Then the operations that kernels could compute and that are left as they are written. ``.missed``:
+        near misses, and matches that could not be replaced, each with the reason.
         """
         apart = {id(APART.of(n)): APART.of(n) for n in self.calls if APART.on(n)}.values()
+        left = [found() for found in self.written]
         uses, shown = _records(self.graph, USE)
         return Records(
-            [*uses, *apart],
+            [*uses, *apart, *(record for records in left for record in records)],
             lambda: [miss for misses in self.misses for miss in misses()],
-            None if shown is None else [*shown, *apart],
+            [*(shown or uses), *apart, *(record for records in left for record in records.shown)],
         )
 
     # -- copying ------------------------------------------------------------------------------

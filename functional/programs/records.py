@@ -102,9 +102,13 @@ class Records(list[Any]):
         """Near misses, each with the reason."""
         return Records(() if self._missed is None else self._missed())
 
+    @property
+    def shown(self) -> Sequence[Any]:
+        """The records of its table, in which those of a loop are shown once for all iterations."""
+        return self if self._shown is None else self._shown
+
     def __str__(self) -> str:
-        shown = self if self._shown is None else self._shown
-        own = str(type(self[0]).table(shown)) if self else "none"
+        own = str(type(self[0]).table(self.shown)) if self else "none"
         return f"{own}\n\n{self.missed}" if self._missed and self.missed else own
 
 

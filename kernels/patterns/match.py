@@ -8,6 +8,7 @@ once, and a match is a proof, up to rounding.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,16 +66,21 @@ class Finder:
         self.thorough = thorough
         self.effort = Effort(len(reading.nodes), patience)
         self.stopped: list[Pattern] = []
+        self.least = 0
         self.misses: dict[Pattern, Miss] = {}
         self.operations = reading.store.operations
         self.verifier = Verifier(reading, self.effort)
 
-    def find(self, pattern: Pattern, *, partly: bool = False) -> list[Occurrence]:
+    def find(
+        self, pattern: Pattern, *, partly: bool = False, least: int = 0
+    ) -> list[Occurrence]:
         """All occurrences, in the order of their first roots.
 
         Args:
             partly: whether some of the outputs suffice, as for gradients, not all of which may be used.
+            least: the elements of the output that depends on most inputs, at least.
         """
+        self.least = least
         occurrences: dict[Any, Occurrence] = {}
         self.effort.begin()
         try:
@@ -109,7 +115,7 @@ class Finder:
             for term in self.candidates(skeleton.roots[first]):
                 # The nearest miss is reported where nothing is found: then no candidate is skipped.
                 apt = self.thorough or self.reading.may_be(term, unifier.needs(first))
-                if term in seen or not apt:
+                if term in seen or not apt or math.prod(term.sizes) < self.least:
                     continue
                 occurrence = self._at(alternative, unifier, first, term, None if partly else seen)
                 if occurrence is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserString
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torchard.kernels.patterns.match import Occurrence
 from torchard.kernels.patterns.pattern import Pattern
 from torchard.kernels.terms.reading import Reading
 
-__all__ = ["KernelRegion", "fused_of", "implementations_of", "runs_by_itself"]
+__all__ = ["KernelRegion", "fused_of", "has_own_code", "implementations_of", "runs_by_itself"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -41,6 +41,13 @@ def fused_of(
         opaque=runs_by_itself(kernel, occurrence, reading.device.type),
     )
     return fused, region.way
+
+
+def has_own_code(kernel: Kernel, device: str) -> bool:
+    """Whether a kernel, its gradient or both at once have an implementation for a device."""
+    vjp = kernel.vjp if isinstance(kernel.vjp, Mapping) else {}
+    each = kernel.implementations, vjp, kernel.joint
+    return any(implementation(entries, device).run is not None for entries in each)
 
 
 def runs_by_itself(kernel: Kernel, occurrence: Occurrence, device: str) -> bool:

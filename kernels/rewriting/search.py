@@ -14,16 +14,22 @@ from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import KERNEL, PHASE, SEGMENTS, SOURCE, USE
 from torchard.kernels.patterns.gradient import RESULT
-from torchard.kernels.patterns.kernel import KERNELS, Kernel
+from torchard.kernels.patterns.kernel import Kernel
 from torchard.kernels.patterns.match import Finder, Occurrence
 from torchard.kernels.rewriting.fused_loss_grad import Pair
-from torchard.kernels.rewriting.near_misses import Misses
 from torchard.kernels.rewriting.plan import REPLACED, Part, Replacement
 from torchard.kernels.rewriting.post_passes import in_any_layout, in_order
 from torchard.kernels.rewriting.region import fused_of
 from torchard.kernels.rewriting.replace import Replacer
 from torchard.kernels.rewriting.report import Missed, Use
-from torchard.kernels.rewriting.worth import SMALL, moves_less, trial_of, why_as_written
+from torchard.kernels.rewriting.worth import (
+    SMALL,
+    least_elements,
+    moves_less,
+    trial_of,
+    why_as_written,
+    why_not_tried,
+)
 from torchard.kernels.terms.reading import Reading
 
 __all__ = ["Group", "Search"]
@@ -66,8 +72,16 @@ class Request(Protocol):
         """The compiler of kernels without an implementation of their own."""
 
     @property
+    def looked_for(self) -> tuple[Kernel, ...]:
+        """The kernels to look for, or all of the library's."""
+
+    @property
     def by_time(self) -> bool:
         """Whether kernels must be faster, not only move fewer bytes."""
+
+    @property
+    def of_all(self) -> Request:
+        """The same request for kernels that only move fewer bytes."""
 
     def concerns(self, node: fx.Node) -> bool:
         """Whether a node is in the requested scopes."""
@@ -78,7 +92,9 @@ class Search:
 
     def __init__(self, program: Program, request: Request) -> None:
         self.program, self.request = program, request
-        self.kernels = tuple(KERNELS.values()) if request.kernels is None else request.kernels
+        self.kernels = request.looked_for
+        if request.by_time:
+            self.kernels = tuple(k for k in self.kernels if not why_not_tried(k, program))
         self.reading = Reading(program)
         # Kernels requested by name are given more effort.
         self.finder = Finder(self.reading, patience=1 if request.kernels is None else _PATIENCE)
@@ -86,8 +102,9 @@ class Search:
         self.replacer = Replacer(self.reading, lambda node: any(r.wants(node) for r in stack))
         self.refused: list[tuple[fx.Node, Missed]] = []
         self.stopped: list[Missed] = []
-        # The nodes of the outermost occurrences that are left as they are written.
-        self.written: set[fx.Node] = set()
+        # The names of the kernels; by the name of its first result, why one was not used.
+        self.used: set[str] = set()
+        self.reasons: dict[str, str] = {}
 
     def groups(self) -> list[Group]:
         """Occurrences grouped with those of their gradients, the largest group first."""
@@ -116,8 +133,9 @@ class Search:
     def _occurrences(self, kernel: Kernel, partly: bool) -> list[Occurrence]:
         """The distinct occurrences of all references of a kernel."""
         occurrences: dict[Any, Occurrence] = {}
+        least = least_elements(kernel, self.program) if self.request.by_time else 0
         for pattern in kernel.patterns:
-            for occurrence in self.finder.find(pattern, partly=partly):
+            for occurrence in self.finder.find(pattern, partly=partly, least=least):
                 occurrences.setdefault(frozenset(root.term for root in occurrence.roots), occurrence)
             if pattern in self.finder.stopped:
                 self.stopped.append(Missed(kernel.name, "", "", "forward", self._gave_up()))
@@ -143,7 +161,7 @@ class Search:
         for group in self._singly(self.groups()):
             firsts = {node for part in group.plan.parts for node in part.firsts}
             if group.plan.refused:
-                self._refused(group)
+                self.refuse(group)
             elif taken.isdisjoint(firsts):
                 kept.append(group)
                 taken |= group.plan.gone
@@ -171,25 +189,17 @@ class Search:
         in_any_layout(self.program.graph)
         return self.program
 
-    def missed(self, before: Program) -> Misses:
-        """The near misses of the program before the rewrite."""
-        erased = self.replacer.erased
-        refused = [miss for node, miss in self.refused if node not in erased] + self.stopped
-        used = frozenset(str(use) for use in self.program.kernels)
-        gone = frozenset(node.name for node in erased | self.written)
-        return Misses(before, self.kernels, self.request.concerns, refused, used, gone)
-
     def _tried(self, group: Group) -> bool:
         """Replace a group if that is possible and pays; return whether its members need not be tried."""
         pair = self._pair(group)
         plan = self._plan(group) if pair is None else pair.plan
         if not self._accepted(plan):
             group.plan = plan
-            self._refused(group)
+            self.refuse(group)
             return False
         why = why_as_written(self.program, group.members, plan) if self.request.by_time else ""
         if why:
-            self._leave(group, plan, why)
+            self._leave(plan, why)
             return why == SMALL
         trial = trial_of(self.program, plan) if self.request.by_time else None
         if pair is None:
@@ -199,18 +209,15 @@ class Search:
         turned = self.replacer.turned
         if trial and not trial.pays(self.replacer.inserted, [turned[n] for n in plan.results]):
             self.replacer.undo()
-            self._leave(group, plan, "faster")
+            self._leave(plan, "faster")
             return False
         self.replacer.finish(plan)
+        self.used |= {kernel.name for kernel, _ in group.members}
         return True
 
-    def _leave(self, group: Group, plan: Replacement, why: str) -> None:
-        """Leave operations as they are written, and say so in the report."""
-        if not self.written.isdisjoint(plan.results):
-            return
-        self.written |= plan.gone
-        for (kernel, _), part in zip(group.members, plan.parts, strict=False):
-            USE.set(part.firsts[0], Use.of(kernel.name, f"as written ({why})", part))
+    def _leave(self, plan: Replacement, why: str) -> None:
+        """Leave operations as they are written."""
+        self.reasons.update((part.firsts[0].name, why) for part in plan.parts)
 
     def _replace(self, group: Group, plan: Replacement) -> None:
         for (kernel, occurrence), part in zip(group.members, plan.parts, strict=True):
@@ -249,9 +256,10 @@ class Search:
         kept = min(inside, key=self.replacer.order.__getitem__, default=None)
         return why if kept is None else f"{why}: a value inside is read elsewhere, {_place(kept)}"
 
-    def _refused(self, group: Group) -> None:
+    def refuse(self, group: Group) -> None:
         """Record a refusal, unless members are tried singly or no node would be erased."""
         plan = group.plan
+        plan.refused = plan.refused or self._unworthy(plan)
         idle = plan.refused == REPLACED or (plan.after and plan.before in (0, plan.after))
         if len(group.members) > 1 or idle:
             return

@@ -35,9 +35,9 @@ from torchard.kernels.rewriting.post_passes import in_any_layout
 __all__ = ["Trial", "compiler_of"]
 
 # A kernel pays if it takes at most this part of the time.
-_PAYS = 0.97
+_PAYS = 0.95
 # Rounds of both, and seconds after which there are no more of them.
-_LEAST, _MOST, _SECONDS = 5, 25, 0.25
+_LEAST, _MOST, _SECONDS = 5, 25, 0.1
 
 _VERDICTS: Recent[bool] = Recent(512)
 
@@ -136,7 +136,7 @@ class Trial:
 def _in_order(inside: set[fx.Node]) -> Iterator[fx.Node]:
     """Some operations, each after its operands: a kernel may have been inserted before its own."""
     done: set[fx.Node] = set()
-    todo = list(inside)
+    todo = sorted(inside, reverse=True)
     while todo:
         node = todo[-1]
         first = [n for n in node.all_input_nodes if n in inside and n not in done]

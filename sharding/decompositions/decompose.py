@@ -236,7 +236,7 @@ def _inline(
     inputs = [n for n in traced.nodes if n.op == "placeholder"]
     env.update(zip(inputs, operands, strict=True))
     tags: dict[Tag[Any], Any] = {PART_OF: next(_NUMBERS)}
-    if USE.on(node) and isinstance(node.target, Fused):
+    if USE.on(node):
         tags[APART] = replace(USE.of(node), how="decomposed: a dim that it needs unsplit is split")
     for inner in traced.nodes:
         if inner.op == "call_function":
