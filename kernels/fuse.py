@@ -19,6 +19,7 @@ from torchard.functional.remat.segments import Where, chooser, scopes_in
 from torchard.functional.trace import trace
 from torchard.kernels import library  # noqa: F401  (registers its kernels)
 from torchard.kernels.execution.autotune import COMPILERS
+from torchard.kernels.patterns.derivations import DERIVATIONS
 from torchard.kernels.patterns.kernel import KERNELS, Kernel
 from torchard.kernels.patterns.match import Finder
 from torchard.kernels.patterns.pattern import Pattern
@@ -242,6 +243,7 @@ class Fuse(Rewrite):
         search = Search(changed, self)
         search.carry_out()
         each_its_own(program, changed)
+        DERIVATIONS.save()
         found = Findings.of(program, self, search)
         return replace(
             changed,

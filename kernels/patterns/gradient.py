@@ -7,7 +7,7 @@ is both returned and normalised), and of the cotangents.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.trace import trace
 from torchard.functional.tracing.signature import ShapeDtype
+from torchard.kernels.patterns.derivations import DERIVATIONS
 from torchard.kernels.patterns.pattern import Pattern
 from torchard.kernels.patterns.skeleton import same_form
 from torchard.kernels.terms.dims import Dims
@@ -36,13 +37,22 @@ def gradients_of(pattern: Pattern) -> list[Pattern]:
     Both as torch computes them and, if their form differs, as it computes them with create_graph, which
     torch.func always sets. Empty if nothing is differentiable, or an operation may be any.
     """
+    key = pattern.key and f"{pattern.key} gradients"
+    forms = DERIVATIONS.get(key, lambda: [g.form for g in _gradients_of(pattern)])
+    gradients = [_Gradients.of(pattern, form).pattern() for form in forms]
+    for number, gradient in enumerate(gradients):
+        gradient.key = key and f"{key} {number}"
+    return gradients
+
+
+def _gradients_of(pattern: Pattern) -> list[_Gradients]:
     if pattern.alternatives[0].predicates:
         return []
     once = _gradient_of(pattern, again=False)
     if once is None:
         return []
     again = _gradient_of(pattern, again=True)
-    return [once] if again is None or _alike(once, again) else [once, again]
+    return [once] if again is None or _alike(once.pattern(), again.pattern()) else [once, again]
 
 
 def _alike(first: Pattern, second: Pattern) -> bool:
@@ -55,7 +65,7 @@ def _alike(first: Pattern, second: Pattern) -> bool:
     return same_form(a.rounded, b.rounded, rounding=True)
 
 
-def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
+def _gradient_of(pattern: Pattern, again: bool) -> _Gradients | None:
     """The gradient of a pattern; None if there is none.
 
     Only the shape of an input that no gradient reads (a bias that is only added) is needed. The dims
@@ -83,7 +93,7 @@ def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
     if pattern.dims is not None:
         read = frozenset().union(*map(skeleton.reads, skeleton.roots))
         used = tuple(i for i in used if i in read)
-    return replace(cut, used=used, returned=distinct).pattern()
+    return replace(cut, used=used, returned=distinct)
 
 
 def _read_literals(pattern: Pattern) -> tuple[str, ...]:
@@ -206,6 +216,20 @@ class _Gradients:
     results: tuple[int, ...]
     returned: tuple[int, ...]
     literals: tuple[str, ...] | None = None
+
+    @property
+    def form(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All but the pattern, by which it can be made again."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        joint = {field.name: getattr(own["joint"], field.name) for field in fields(self.joint)}
+        del own["joint"], joint["pattern"]
+        return joint, own
+
+    @staticmethod
+    def of(pattern: Pattern, form: tuple[dict[str, Any], dict[str, Any]]) -> _Gradients:
+        """The gradients of a pattern that have a form."""
+        joint, own = form
+        return _Gradients(_Joint(pattern, **joint), **own)
 
     def pattern(self) -> Pattern:
         """The pattern of this function."""

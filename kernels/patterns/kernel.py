@@ -16,6 +16,8 @@ from torchard.kernels.terms.dims import Dims
 
 __all__ = ["KERNELS", "Kernel", "register_kernel"]
 
+_LIBRARY = "torchard.kernels.library."
+
 Implementation = Callable[..., Any]
 Implementations = Mapping[str, Implementation | Imported]
 
@@ -90,12 +92,16 @@ class Kernel:
     @cached_property
     def patterns(self) -> tuple[Pattern, ...]:
         """The patterns of the references."""
-        return tuple(
+        patterns = tuple(
             reference
             if isinstance(reference, Pattern)
             else Pattern(reference, self.dims, name=self.name, weights=self.weights)
             for reference in self.references
         )
+        for number, pattern in enumerate(patterns):
+            if self.of is None and str(pattern.fn.__module__).startswith(_LIBRARY):
+                pattern.key = f"{self.name} {number}"
+        return patterns
 
     @cached_property
     def gradient(self) -> Kernel | None:

@@ -27,6 +27,7 @@ from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.trace import trace
 from torchard.functional.tracing.signature import ShapeDtype
+from torchard.kernels.patterns.derivations import DERIVATIONS
 from torchard.kernels.patterns.match_plan import MatchPlan
 from torchard.kernels.patterns.skeleton import Skeleton, same_form
 from torchard.kernels.terms.dims import Dims
@@ -207,6 +208,8 @@ class Pattern:
         self.fn, self.name, self.dims = fn, name, dims
         self.inputs, self.literals = list(inputs), list(literals)
         self.weights = frozenset(i for i, name in enumerate(inputs) if name in weights)
+        # The key of what is derived of it and kept on disk; None for patterns that are not the library's.
+        self.key: str | None = None
 
     def __repr__(self) -> str:
         return f"Pattern({self.name})"
@@ -214,6 +217,19 @@ class Pattern:
     @cached_property
     def alternatives(self) -> tuple[Alternative, ...]:
         """The alternatives: one for every combination of choices of its any_of."""
+        if self.key is None:
+            return self._alternatives()
+        specs, skeleton, half = DERIVATIONS.get(self.key, self._derived)
+        known = Alternative(self, (), specs)
+        known.skeleton, known.half = skeleton, half
+        return (known,)
+
+    def _derived(self) -> tuple[Specs, Skeleton, Skeleton | None]:
+        """What is kept of a pattern without choices."""
+        (only,) = self._alternatives()
+        return only._specs, only.skeleton, only.half
+
+    def _alternatives(self) -> tuple[Alternative, ...]:
         choices = _Choices()
         specs, program = self._example(choices)
         if len(program.inputs) != len(specs):
