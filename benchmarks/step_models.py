@@ -275,18 +275,21 @@ def gemma(size: Size) -> Model:
     draw, groups = Draw(), max(1, size.heads // 2)
     angles, window = rotary(size.length, size.features), size.length // 4
     distance = torch.arange(size.length)[:, None] - torch.arange(size.length)
-    full, sliding = distance < 0, (distance < 0) | (distance >= window)
+    least = torch.finfo(torch.float32).min
+    full, sliding = (
+        torch.zeros(distance.shape).masked_fill(hidden, least)
+        for hidden in (distance < 0, (distance < 0) | (distance >= window))
+    )
 
     def norm(weight: Tensor, x: Tensor) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return (wide * (1.0 + weight.float())).type_as(x)
 
-    def attention(p: Params, x: Tensor, hidden: Tensor) -> Tensor:
+    def attention(p: Params, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = grouped_heads(p, x, angles, size.heads, groups)
         scores = q @ k.transpose(2, 3) * size.features**-0.5
-        scores = torch.tanh(scores / 50.0) * 50.0
-        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        scores = torch.tanh(scores / 50.0) * 50.0 + mask.to(scores.dtype)
         weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         return F.linear(merged(weights @ v), p["o"])
 

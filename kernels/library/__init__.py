@@ -2,6 +2,7 @@
 
 from torchard.kernels.library import (
     attention,
+    attention_capped,
     bias_activation,
     cross_entropy,
     dropout,
@@ -17,6 +18,7 @@ from torchard.kernels.library import (
 
 __all__ = [
     "attention",
+    "attention_capped",
     "bias_activation",
     "cross_entropy",
     "dropout",

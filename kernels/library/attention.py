@@ -16,7 +16,7 @@ from torch import Tensor
 from torchard.kernels.patterns.kernel import Kernel, register_kernel
 from torchard.kernels.patterns.pattern import Pattern
 
-__all__ = ["attention", "attention_causal", "attention_masked"]
+__all__ = ["WEIGHTS", "Weights", "attention", "attention_causal", "attention_masked"]
 
 _WHOLE = "| whole t d"
 _DIMS = "b h s d, b h t d, b h t e"
@@ -107,8 +107,8 @@ def _patterns(name: str, functions: list[Callable[..., Tensor]], more: str = "")
     return [Pattern(fn, dims, name=name) for fn in functions]
 
 
-_WEIGHTS = (_weights, _weights_wide)
-attention = _register("attention", _run, _patterns("attention", [_plain(w) for w in _WEIGHTS]))
+WEIGHTS = (_weights, _weights_wide)
+attention = _register("attention", _run, _patterns("attention", [_plain(w) for w in WEIGHTS]))
 # Row i attends to keys 0 to i, as with torch's is_causal, whatever the numbers of rows and keys.
 attention_causal = _register(
     "attention_causal",
@@ -116,7 +116,7 @@ attention_causal = _register(
     [
         pattern
         for masked in (_below, _above, _added)
-        for pattern in _patterns("attention_causal", [_causal(w, masked) for w in _WEIGHTS])
+        for pattern in _patterns("attention_causal", [_causal(w, masked) for w in WEIGHTS])
     ],
 )
 # A row whose mask is -inf everywhere is 0 here, and NaN where attention is written out.
@@ -126,6 +126,6 @@ attention_masked = _register(
     [
         pattern
         for mask in ("s t", "1 1 s t", "b 1 s t", "b h s t")
-        for pattern in _patterns("attention_masked", [_masked(w) for w in _WEIGHTS], f", {mask}")
+        for pattern in _patterns("attention_masked", [_masked(w) for w in WEIGHTS], f", {mask}")
     ],
 )

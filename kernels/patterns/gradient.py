@@ -87,8 +87,13 @@ def _gradient_of(pattern: Pattern, again: bool) -> _Gradients | None:
     skeleton = cut.pattern().alternatives[0].skeleton
     cut = replace(cut, literals=_read_literals(cut.pattern()) if results else None)
     roots = list(zip(skeleton.roots, skeleton.accesses, strict=True))
-    # Equal gradients, such as those of a sum's operands, are computed once.
-    distinct = tuple(j for j, root in enumerate(roots) if root not in roots[:j])
+    # Equal gradients, such as those of a sum's operands, are computed once; those of what the pattern
+    # detaches are zero.
+    distinct = tuple(
+        j for j, root in enumerate(roots) if root not in roots[:j] and root[0].op != "constant"
+    )
+    if not distinct:
+        return None
     used = cut.used
     if pattern.dims is not None:
         read = frozenset().union(*map(skeleton.reads, skeleton.roots))

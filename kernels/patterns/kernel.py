@@ -42,7 +42,7 @@ class Kernel:
             A dict: implementations by device type, which are functions of the inputs, then the outputs
             that torch's formulas read, then the cotangents, and return the gradients of all
             floating-point inputs; equal gradients, such as those of the operands of a sum, are returned
-            once. None: gradients are refused.
+            once, and those of inputs that the reference detaches are not. None: gradients are refused.
         tolerance: the largest error against float64, in multiples of the reference's own error, that the
             library's tests allow its kernels. Nothing reads it at run time; test a kernel of your own by
             ``torchard.testing.equal(fuse(fn, kernel), fn, *args)``.

@@ -14,7 +14,7 @@ from typing import Any
 from torchard.kernels.patterns.effort import Effort
 from torchard.kernels.patterns.skeleton import Skeleton
 from torchard.kernels.terms.reading import Reading, bare, operations
-from torchard.kernels.terms.terms import Operand, Term, TermValue, literal
+from torchard.kernels.terms.terms import Operand, Term, TermValue, is_multiple, literal
 
 __all__ = ["Binding", "Unifier"]
 
@@ -140,6 +140,7 @@ class Unifier:
             if extended is not None:
                 yield extended
             return
+        b = self._with_factor(p, t, b)
         p = bare(p)
         if p in self.numbers:  # a cast or a multiple of an input
             yield from self._unify(p, t, b, path, depth)
@@ -277,6 +278,13 @@ class Unifier:
             if name is not None and literals.setdefault(name, have) != have:
                 return
         yield replace(b, literals=literals) if literals else b
+
+    def _with_factor(self, p: Term, t: Term, b: Binding) -> Binding:
+        """Bind a literal that is the factor of a multiple."""
+        name = self._marked(p.numbers[0]) if is_multiple(p) else None
+        if name is None or name in b.literals:
+            return b
+        return replace(b, literals={**b.literals, name: t.numbers[0] if is_multiple(t) else 1.0})
 
     def _marked(self, value: Any) -> str | None:
         if not isinstance(value, float):
