@@ -64,14 +64,18 @@ class _Head:
     def _chunk(self, rows: slice, memory: list[Tensor]) -> _Chunk:
         if self.cap is None:
             return _Chunk(self, rows, self.product(rows, memory[0]))
-        tanh = self.product(rows, memory[0]).div_(self.cap).tanh_()
+        tanh = self.product(rows, memory[0], 1 / self.cap).tanh_()
         return _Chunk(self, rows, torch.mul(tanh, self.cap, out=memory[1]), tanh)
 
-    def product(self, rows: slice | Tensor, out: Tensor | None = None) -> Tensor:
-        """Some rows of the product and its bias, in a wide dtype."""
-        x, b, dtype = self.x[rows], self.bias, wide(self.x.dtype)
+    def product(
+        self, rows: slice | Tensor, out: Tensor | None = None, factor: float = 1.0
+    ) -> Tensor:
+        """Some rows of the product and its bias times a factor, in a wide dtype."""
+        x, b = self.x[rows], self.bias
+        dtype = wide(x.dtype)
         same = out if x.dtype == dtype else None
-        product = torch.mm(x, self.w, out=same) if b is None else torch.addmm(b, x, self.w, out=same)
+        added = x.new_zeros(()) if b is None else b
+        product = torch.addmm(added, x, self.w, beta=b is not None, alpha=factor, out=same)
         return product.to(dtype) if out is None else product if out is same else out.copy_(product)
 
     def capped(self, product: Tensor) -> Tensor:

@@ -287,6 +287,9 @@ class Verifier:
                 options[TermValue(inner, _aligned(value.access))] = None
                 if len(value.shape) == 2:
                     options[TermValue(inner, value.access.permuted([1, 0]))] = None
+        # What was copied to be reshaped may have been the input, in the dims that it had before.
+        if bare(term).op == "copy":
+            options[TermValue(*bare(term).operands[0])] = None
         usable = [
             v for v in options if v.term in self.reading.nodes or _from_biased(v.term, self.reading)
         ]
