@@ -16,7 +16,7 @@ from torchard.functional import random
 from torchard.kernels.execution.optional_backends import triton
 from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
-__all__ = ["bias_dropout_residual", "bias_dropout_residual_layer_norm"]
+__all__ = ["bias_dropout_residual", "bias_dropout_residual_layer_norm", "dropout_residual"]
 
 # The digits of a probability that its threshold of 32 bits determines.
 _DIGITS = 9
@@ -26,6 +26,10 @@ def _dropped(x: Tensor, key: Tensor, threshold: Any) -> Tensor:
     """Dropout as by `torchard.random.bernoulli`: words below p * 2^32 drop an element."""
     p: float = round(threshold / 2**32, _DIGITS)
     return (x * (1 / (1 - p))).masked_fill(random.bits(key, x.shape) < threshold, 0)
+
+
+def _dropout_residual(x: Tensor, residual: Tensor, key: Tensor, threshold: Any = ...) -> Tensor:
+    return residual + _dropped(x, key, threshold)
 
 
 def _bias_dropout_residual(
@@ -49,6 +53,13 @@ def _bias_dropout_residual_layer_norm(
 
 
 # The mask depends on an element's index in the global array, so no dim may be split.
+dropout_residual = register_kernel(
+    Kernel(
+        "dropout_residual",
+        (_dropout_residual,),
+        "... d, ... d, 2:int64 -> ... d | whole ... d",
+    )
+)
 bias_dropout_residual = register_kernel(
     Kernel(
         "bias_dropout_residual",

@@ -1,6 +1,7 @@
-"""Rotary position embedding, the halves of a head's dim as real and imaginary parts.
+"""Rotary position embedding: halves of a head's dim, or adjacent elements, as complex numbers.
 
-Source: Su et al. 2021 (arXiv:2104.09864), in the layout of GPT-NeoX and HuggingFace.
+Source: Su et al. 2021 (arXiv:2104.09864): adjacent elements, as in the paper, in Meta's Llama and in
+torchtune; halves as in GPT-NeoX and HuggingFace.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 from torchard.kernels.patterns.kernel import Kernel, register_kernel
 from torchard.kernels.patterns.pattern import Pattern
 
-__all__ = ["rope"]
+__all__ = ["rope", "rope_of_pairs"]
 
 
 def _rotate_half(x: Tensor) -> Tensor:
@@ -55,5 +56,39 @@ rope = register_kernel(
         ),
         "b h s d, s d, s d -> b h s d | whole d",
         {"cpu": _rotated},
+    )
+)
+
+
+def _rope_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [b, h, s, pairs, 2], or [b, s, h, pairs, 2], by cos and sin, which have no gradient."""
+    cos, sin = cos.detach(), sin.detach()
+    real, imaginary = x.unbind(-1)
+    return torch.stack((real * cos - imaginary * sin, imaginary * cos + real * sin), -1)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A product of complex numbers, in torch's own vectorised code."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if wide.stride(-1) != 1 or wide.storage_offset() % 2 or any(n % 2 for n in wide.stride()[:-1]):
+        wide = wide.contiguous()
+    factor = torch.complex(cos.to(wide.dtype), sin.to(wide.dtype))
+    return torch.view_as_real(torch.view_as_complex(wide) * factor).to(x.dtype)
+
+
+def _turned_back(cos: Tensor, sin: Tensor, cotangent: Tensor) -> Tensor:
+    return _turned(cotangent, cos, -sin)
+
+
+rope_of_pairs = register_kernel(
+    Kernel(
+        "rope_of_pairs",
+        tuple(
+            Pattern(_rope_of_pairs, dims, name="rope_of_pairs")
+            for dims in ("b h s r 2, s r, s r -> b h s r 2", "b s h r 2, s 1 r, s 1 r -> b s h r 2")
+        ),
+        "b h s r 2, s r, s r -> b h s r 2",
+        {"cpu": _turned},
+        {"cpu": _turned_back},
     )
 )
