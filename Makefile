@@ -140,6 +140,8 @@ bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; e
 	$(BIN)/python benchmarks/pipelines.py $(ARGS)
 	$(BIN)/python benchmarks/rivals.py $(ARGS)
 	$(BIN)/python benchmarks/fusion.py $(ARGS)
+	$(BIN)/python benchmarks/steps.py $(ARGS)
+	$(BIN)/python benchmarks/first_fuse.py
 	$(BIN)/python benchmarks/compile_cache.py $(ARGS)
 	$(BIN)/python benchmarks/long_runs.py $(ARGS)
 
