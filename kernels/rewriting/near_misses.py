@@ -70,7 +70,8 @@ class Misses:
         backward = any(_is_backward(node) for node in self.program.calls)
         used = [kernel for kernel in self.kernels if backward and kernel.name in self.used]
         gradients = [kernel.gradient for kernel in used]
-        for kernel in (*self.kernels, *(g for g in gradients if g is not None)):
+        forward = (kernel for kernel in self.kernels if not kernel.gradient_only)
+        for kernel in (*forward, *(g for g in gradients if g is not None)):
             for pattern in kernel.patterns:
                 for alternative in pattern.alternatives:
                     yield from self._of(kernel, alternative, finder)

@@ -39,8 +39,6 @@ _FROM_TORCH = (
     aten.logsumexp.default,
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
-    aten.native_group_norm.default,
-    aten.native_group_norm_backward.default,
     aten.nll_loss_forward.default,
     aten.nll_loss_backward.default,
     aten.leaky_relu.default,

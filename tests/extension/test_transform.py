@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from paths import EXAMPLES
 from torch.func import grad, jvp, vmap
 
@@ -23,7 +24,6 @@ from torchard import (
     P,
     UnrolledLoopWarning,
     checkpoint,
-    fuse,
     jit,
     repeat,
     shard,

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from torch import nn
 
-from torchard import Mesh, checkpoint, functionalize, fuse, jit, shard, tree
+from torchard import Mesh, checkpoint, functionalize, jit, shard, tree
 
 REMEDIES = {
     "eval": r"functionalize\(module.eval\(\)\); or call \w+(.fn)?.module.eval\(\)",

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from torch import Tensor, nn
 from torch.func import grad
 
-from torchard import Mesh, P, accumulate, checkpoint, functionalize, fuse, jit, shard, shard_map
+from torchard import Mesh, P, accumulate, checkpoint, functionalize, jit, shard, shard_map
 from torchard.functional.torch_internals import uncompiled
 
 MESH = Mesh({"x": 2}, virtual=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch import Tensor
 from torch.func import grad
 
@@ -18,7 +19,6 @@ from torchard import (
     P,
     Pattern,
     PatternError,
-    fuse,
     register_kernel,
     scope,
     shard,

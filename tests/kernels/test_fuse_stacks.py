@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from comparing import compare, per_example, sgd
 from effort import examples
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
@@ -21,7 +22,6 @@ from torchard import (
     NoMatch,
     P,
     checkpoint,
-    fuse,
     jit,
     name,
     place,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
@@ -19,7 +20,6 @@ from torchard import (
     NoMatch,
     Pattern,
     functionalize,
-    fuse,
     replaced,
     shard,
     trace,

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchard import Mesh, P, checkpoint, fuse, place, policies, shard
+from torchard import Mesh, P, checkpoint, place, policies, shard
 
 MESH = Mesh({"tp": 2}, virtual=True)
 

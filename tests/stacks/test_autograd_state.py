@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from effort import examples
 from torch.autograd.graph import register_multi_grad_hook
 from torch.func import grad, vmap
@@ -17,7 +18,6 @@ from torchard import (
     PurityError,
     checkpoint,
     functionalize,
-    fuse,
     jit,
     repeat,
     shard,

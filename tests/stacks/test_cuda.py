@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from any_size import fuse
 from kernel_cases import Case, inputs_of, names_of, outputs, plain
 from torch import Tensor
 from transformer import RECIPES, Recipe, batch, parameters
@@ -21,7 +22,6 @@ from torchard import (
     MeshTensor,
     P,
     checkpoint,
-    fuse,
     jit,
     name,
     nn,

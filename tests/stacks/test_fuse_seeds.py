@@ -11,10 +11,11 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from comparing import compare
 from seeds import S0, Seed, whole
 
-from torchard import Mesh, checkpoint, functionalize, fuse, jit, place, shard, trace
+from torchard import Mesh, checkpoint, functionalize, jit, place, shard, trace
 from torchard.functional.programs.program import Program
 from torchard.kernels.rewriting.memory_traffic import moved
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformer
+from any_size import fuse
 from attention_kernels import CUDNN, EFFICIENT, FLASH
 from seeds import whole
 from transformer import (
@@ -27,7 +28,7 @@ from transformer import (
     parameters,
 )
 
-from torchard import Mesh, MeshTensor, P, fuse, place, shard
+from torchard import Mesh, MeshTensor, P, place, shard
 
 BATCH = 4
 ROWS = BATCH * CONTEXT

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from hypothesis import settings
 
-from torchard import checkpoint, fuse, jit
+from torchard import checkpoint, jit
 from torchard.sharding import Mesh, MeshTensor, P, shard
 
 F64 = torch.float64

@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from kernel_cases import LITERALS, Case, inputs_of, names_of, outputs, plain
 from torch import Tensor
 
-from torchard import fuse, random
+from torchard import random
 from torchard.kernels import KERNELS, Kernel, Pattern
 from torchard.kernels.execution.optional_backends import implementation
 from torchard.kernels.rewriting.region import implementations_of

@@ -10,8 +10,9 @@ from typing import Any
 import optree
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 
-from torchard import Mesh, P, accumulate, checkpoint, fuse, jit, random, shard
+from torchard import Mesh, P, accumulate, checkpoint, jit, random, shard
 
 __all__ = ["BATCH", "CASES", "DERIVED", "STACKS", "Case", "batch_of", "sum_of"]
 

@@ -23,12 +23,13 @@ from random import Random
 from typing import Any
 
 import torch
+from any_size import fuse
 from derivations import DERIVATIONS, FORWARD, OUTERMOST, Derivation, Fn, batched, floating
 from idioms import IDIOMS
 from op_db import cases, entries
 from refusals import refuses
 
-from torchard import checkpoint, fuse, jit, policies
+from torchard import checkpoint, jit, policies
 from torchard.functional.core.errors import RetraceWarning
 from torchard.sharding import Mesh, MeshTensor, P, place, shard
 from torchard.sharding.testing import random_spec

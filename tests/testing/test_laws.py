@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from effort import cases
 from torch.nn import functional as F
 
-from torchard import Mesh, P, checkpoint, fuse, jit, policies, random, shard
+from torchard import Mesh, P, checkpoint, jit, policies, random, shard
 from torchard.testing import (
     assert_collectives,
     assert_kernels,

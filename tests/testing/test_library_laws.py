@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from effort import examples
 from library_laws import MESHES, MODELS, outcome, words
 
-from torchard import P, checkpoint, fuse, jit, shard
+from torchard import P, checkpoint, jit, shard
 from torchard.functional.core import tree
 from torchard.testing import equal
 

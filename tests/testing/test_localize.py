@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from any_size import fuse
 from torch.nn import functional as F
 
-from torchard import Mesh, P, axis_index, checkpoint, fuse, jit, place, psum, shard, shard_map
+from torchard import Mesh, P, axis_index, checkpoint, jit, place, psum, shard, shard_map
 from torchard.functional.programs.tags import STEP
 from torchard.testing import localize
 from torchard.transforms import Pass, Program, Rewrite, Stage, Transformed

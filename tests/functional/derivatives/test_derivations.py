@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from derivation_cases import F64, FEW, MESH, TRANSFORMS, W, X, crossed, everywhere, same, whole
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from torchard import fuse, trace
+from torchard import trace
 from torchard.sharding import P, shard
 
 # -- zero tangents ----------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from torch import Tensor
 
-from torchard import Mesh, checkpoint, fuse, jit, shard
+from torchard import Mesh, checkpoint, jit, shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*backward.. with create_graph")
 

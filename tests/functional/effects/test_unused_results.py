@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from any_size import fuse
 from torch.func import grad, vmap
 
-from torchard import PurityError, checkpoint, fuse, jit, register_rule, repeat
+from torchard import PurityError, checkpoint, jit, register_rule, repeat
 
 LIBRARY = torch.library.Library("unused_results", "DEF")
 LIBRARY.define("shown(Tensor x) -> Tensor")

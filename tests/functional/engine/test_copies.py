@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 
-from torchard import Mesh, P, checkpoint, functionalize, fuse, jit, name, policies, shard
+from torchard import Mesh, P, checkpoint, functionalize, jit, name, policies, shard
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.locks import Lock
 from torchard.functional.remat.policies import Shapes, as_policy

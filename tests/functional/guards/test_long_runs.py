@@ -12,10 +12,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchard import checkpoint, fuse, jit
+from torchard import checkpoint, jit
 from torchard.functional.core.bounded import Recent
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.torch_internals.accessors import fakes

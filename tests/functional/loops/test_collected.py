@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from loop_calls import CALLS, poisoned_buffer
 
-from torchard import Mesh, P, checkpoint, fuse, jit, policies, repeat, shard
+from torchard import Mesh, P, checkpoint, jit, policies, repeat, shard
 from torchard.functional.execution import collecting
 from torchard.functional.execution.collecting import Rows, Total
 from torchard.functional.loops import equal_layers

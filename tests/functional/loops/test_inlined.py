@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from torch.func import grad, jvp, vmap
 
-from torchard import Mesh, P, checkpoint, constrain, fuse, jit, nn, policies, repeat, scope, shard
+from torchard import Mesh, P, checkpoint, constrain, jit, nn, policies, repeat, scope, shard
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import LOOP, SCOPE, SEGMENTS
 from torchard.functional.programs.unrolled import has_loops, unrolled

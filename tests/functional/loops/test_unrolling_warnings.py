@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 
 from torchard import (
     Mesh,
@@ -15,7 +16,6 @@ from torchard import (
     accumulate,
     checkpoint,
     full,
-    fuse,
     jit,
     pipeline,
     repeat,

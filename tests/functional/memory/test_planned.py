@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from effort import examples
 from hypothesis import given, settings
 from planned import cloned, layers, loop, plain, planned, same, stack, stacked
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchard import fuse, tree
+from torchard import tree
 from torchard.functional.memory.planned_code import poisoned
 from torchard.testing.strategies import RandomProgram, programs
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.utils.checkpoint
+from any_size import fuse
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_version import TORCH
 
-from torchard import Mesh, MeshTensor, P, checkpoint, fuse, jit, shard, trace
+from torchard import Mesh, MeshTensor, P, checkpoint, jit, shard, trace
 from torchard.functional import torch_internals as internals
 
 F64 = torch.float64

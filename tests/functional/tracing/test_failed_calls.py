@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from torchard import Mesh, P, checkpoint, functionalize, fuse, jit, scope, shard, shard_map, trace
+from torchard import Mesh, P, checkpoint, functionalize, jit, scope, shard, shard_map, trace
 
 X, W = torch.ones(4, 6), torch.ones(3, 6)
 MESH = Mesh({"tp": 2}, virtual=True)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from any_size import fuse
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 
@@ -21,7 +22,6 @@ from torchard import (
     accumulate,
     checkpoint,
     functionalize,
-    fuse,
     jit,
     repeat,
     shard,

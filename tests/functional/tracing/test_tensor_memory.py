@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from torch import Tensor
 from torch.func import grad, vmap
 
-from torchard import Mesh, PurityError, checkpoint, fuse, jit, shard
+from torchard import Mesh, PurityError, checkpoint, jit, shard
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 CLOSED = torch.ones(3, dtype=torch.float64)

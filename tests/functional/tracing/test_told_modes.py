@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from torch.compiler import is_compiling
 
-from torchard import Mesh, P, PurityError, checkpoint, full, fuse, jit, shard
+from torchard import Mesh, P, PurityError, checkpoint, full, jit, shard
 
 X = torch.ones(4)
 MESH = Mesh({"dp": 2}, virtual=True)

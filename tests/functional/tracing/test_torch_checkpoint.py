@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 from torch.utils import checkpoint as torchs
 
-from torchard import Mesh, P, checkpoint, fuse, jit, scope, shard, trace
+from torchard import Mesh, P, checkpoint, jit, scope, shard, trace
 from torchard.functional.core.errors import CheckpointError
 
 Fn = Callable[..., Any]

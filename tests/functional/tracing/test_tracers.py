@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch.func import grad, jvp, vmap
 
-from torchard import Mesh, P, checkpoint, fuse, jit, shard, trace
+from torchard import Mesh, P, checkpoint, jit, shard, trace
 from torchard.functional.core.errors import PurityError, UnexpectedTracerError
 
 F64, C128 = torch.float64, torch.complex128

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch import Tensor
 
-from torchard import fuse, trace
+from torchard import trace
 from torchard.functional import torch_internals as internals
 from torchard.functional.memory import huge_pages
 from torchard.functional.torch_internals.accessors import tensors

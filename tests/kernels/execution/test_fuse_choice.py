@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from effort import examples
 from kernel_cases import LITERALS, Case, inputs_of, names_of, outputs
 from torch import Tensor
 
-from torchard import fuse
 from torchard.functional.core.bounded import Recent
 from torchard.functional.execution.binding import bind
 from torchard.kernels import KERNELS, Kernel

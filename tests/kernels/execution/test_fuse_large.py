@@ -10,9 +10,10 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch import Tensor
 
-from torchard import fuse, jit
+from torchard import jit
 from torchard.functional.core.bounded import Recent
 from torchard.functional.execution.binding import bind
 from torchard.kernels.execution import autotune as choice

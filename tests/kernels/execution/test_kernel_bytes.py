@@ -11,9 +11,10 @@ from typing import Any
 import optree
 import pytest
 import torch
+from any_size import fuse
 from paths import BENCHMARKS
 
-from torchard import fuse, trace
+from torchard import trace
 
 ELEMENTS = 1 << 14
 FEW = 0.75

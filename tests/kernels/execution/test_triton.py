@@ -15,11 +15,11 @@ import interpreted
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from paths import BENCHMARKS
 from torch import Tensor
 from torch_version import TORCH
 
-from torchard import fuse
 from torchard.kernels import KERNELS, Kernel
 from torchard.kernels.execution.optional_backends import Imported
 from torchard.kernels.rewriting.region import KernelRegion

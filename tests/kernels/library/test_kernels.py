@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from effort import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchard
 from torchard import Mesh, P, place, shard
-from torchard.kernels import KERNELS, Kernel, Pattern, fuse
+from torchard.kernels import KERNELS, Kernel, Pattern
 
 TP = Mesh({"tp": 2}, virtual=True)
 SIZES = (2, 3, 5, 8, 17)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from effort import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.func import grad, jvp
 
 from torchard import trace
-from torchard.kernels import KERNELS, Pattern, fuse
+from torchard.kernels import KERNELS, Pattern
 
 SIZES = (0, 1, 2)
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch import Tensor
 from torch.func import grad, vmap
 
-from torchard import Mesh, P, Pattern, find, fuse, random, shard
+from torchard import Mesh, P, Pattern, find, random, shard
 from torchard.kernels.library.bias_activation import bias_gelu
 from torchard.kernels.library.norms import layer_norm, rms_norm
 

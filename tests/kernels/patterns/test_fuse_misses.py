@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch import Tensor
 
-from torchard import Mesh, P, checkpoint, fuse, jit, scope, shard
+from torchard import Mesh, P, checkpoint, jit, scope, shard
 from torchard.kernels.rewriting import near_misses as near
 
 X, Y, W, B = (

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch import Tensor
 
-from torchard import find, fuse, trace
+from torchard import find, trace
 from torchard.kernels import KERNELS
 from torchard.kernels.patterns import verify
 from torchard.kernels.patterns.effort import EVALUATION

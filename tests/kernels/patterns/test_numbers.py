@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from any_size import fuse
 from torch import Tensor
 
-from torchard import fuse
 from torchard.functional.core.errors import NoMatch
 
 Function = Callable[..., Tensor]

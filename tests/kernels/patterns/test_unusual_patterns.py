@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch import Tensor
 from torch.func import grad
 
-from torchard import Kernel, NoMatch, Pattern, PatternError, find, fuse
+from torchard import Kernel, NoMatch, Pattern, PatternError, find
 from torchard.functional.core.tree import leaves
 from torchard.kernels import any_of, call
 

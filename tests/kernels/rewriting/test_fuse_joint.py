@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
 
-from torchard import Mesh, P, checkpoint, fuse, policies, shard
+from torchard import Mesh, P, checkpoint, policies, shard
 from torchard.functional.trace import trace
 from torchard.kernels.rewriting import fused_loss_grad as joint
 

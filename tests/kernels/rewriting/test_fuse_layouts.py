@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_size import fuse
 from torch import Tensor
 
-from torchard import fuse
 from torchard.functional.core.bounded import Recent
 from torchard.kernels import KERNELS
 from torchard.kernels.execution import autotune as choice

@@ -11,12 +11,13 @@ from typing import Any
 import optree
 import pytest
 import torch
+from any_size import fuse
 from microbatched import BATCH, CASES, DERIVED, ROWS, STACKS
 from paths import EXAMPLES
 from torch.nn import functional as F
 
 import torchard
-from torchard import AccumulateError, Mesh, P, accumulate, fuse, jit, place, random, scope, shard
+from torchard import AccumulateError, Mesh, P, accumulate, jit, place, random, scope, shard
 
 sys.path.append(str(EXAMPLES))
 

@@ -11,10 +11,11 @@ from typing import Any
 import optree
 import pytest
 import torch
+from any_size import fuse
 from microbatched import BATCH, DERIVED
 from pipelined import MODELS, Model, model, placed_specs, whole
 
-from torchard import Mesh, P, checkpoint, fuse, jit, pipeline, place, shard
+from torchard import Mesh, P, checkpoint, jit, pipeline, place, shard
 from torchard.functional.programs.records import Records
 from torchard.sharding.pipelining.schedules import SCHEDULES
 

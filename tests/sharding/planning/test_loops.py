@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import train_gpt
+from any_size import fuse
 from torch.func import grad
 
 from torchard import (
@@ -20,7 +21,6 @@ from torchard import (
     SpecError,
     UnrolledLoopWarning,
     checkpoint,
-    fuse,
     machines,
     name,
     nn,

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchard import Mesh, MeshTensor, P, checkpoint, fuse, jit, place, random, shard
+from torchard import Mesh, MeshTensor, P, checkpoint, jit, place, random, shard
 
 MESH = Mesh({"a": 2, "b": 2}, virtual=True)
 SPECS = [P("a", None), P(None, "a"), P("b", None), P(None, "b"), P("a", "b"), P("b", "a")]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from any_size import fuse
 from torch.func import grad, jvp, vmap
 
-from torchard import Mesh, MeshTensor, P, accumulate, checkpoint, fuse, pipeline, place, shard
+from torchard import Mesh, MeshTensor, P, accumulate, checkpoint, pipeline, place, shard
 
 MESH = Mesh({"dp": 2}, virtual=True)
 X = torch.randn(4, 2, 6, 4, generator=torch.Generator().manual_seed(0))
