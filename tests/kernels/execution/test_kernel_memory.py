@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchard.kernels import KERNELS
 
-N, D, V = 768, 16, 16384
+N, D, V = 2048, 16, 16384
 
 
 def peak(run: Any, *args: Tensor) -> int:

@@ -70,13 +70,28 @@ def fused(kernel: Kernel, fn: Callable[..., Any]) -> Any:
     return fuse(fn, kernel, compiler="eager")
 
 
+def subject(kernel: Kernel, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What a kernel is found in: its reference, or gradients of it, if only these are looked for.
+
+    Their cotangents are no products, which would be one with the reference's own.
+    """
+    if not kernel.gradient_only:
+        return fn
+    return lambda *args: gradients(lambda *given: [out.sin() for out in outputs(fn(*given))], args)
+
+
+def use_of(kernel: Kernel) -> str:
+    """The kernel in a report."""
+    return f"{kernel.name}_backward" if kernel.gradient_only else kernel.name
+
+
 def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.double() if t.is_floating_point() else t for t in tensors]
 
 
 def exactly(kernel: Kernel, pattern: Pattern) -> Callable[..., Any]:
     """What the kernel computes, by its first reference of these dims: others may round on the way."""
-    return plain(next(p for p in kernel.patterns if p.dims == pattern.dims))
+    return subject(kernel, plain(next(p for p in kernel.patterns if p.dims == pattern.dims)))
 
 
 def assert_as_exact(
@@ -142,9 +157,9 @@ def close(got: Any, want: Any) -> None:
 @every_kernel
 def test_found_once_and_as_exact_as_its_reference(name: str) -> None:
     def run(kernel: Kernel, pattern: Pattern, case: Case) -> None:
-        fn, args = plain(pattern), inputs_of(kernel, pattern, case)
+        fn, args = subject(kernel, plain(pattern)), inputs_of(kernel, pattern, case)
         one = fused(kernel, fn)
-        assert [str(use) for use in one.lower(*args).kernels] == [name]
+        assert [str(use) for use in one.lower(*args).kernels] == [use_of(kernel)]
         exact = exactly(kernel, pattern)(*wide(args))
         assert_as_exact(one(*args), fn(*args), exact, kernel.tolerance)
 
@@ -156,7 +171,7 @@ def test_any_sizes_are_right(name: str) -> None:
     """Where a dim is 0 or 1 long, other things are the same, too: found or not, values are."""
 
     def run(kernel: Kernel, pattern: Pattern, case: Case) -> None:
-        fn, args = plain(pattern), inputs_of(kernel, pattern, case)
+        fn, args = subject(kernel, plain(pattern)), inputs_of(kernel, pattern, case)
         try:
             want = fn(*args)
         except (RuntimeError, IndexError, ZeroDivisionError):  # the reference has nothing to say of these
@@ -174,7 +189,7 @@ def test_any_sizes_are_right(name: str) -> None:
 @every_kernel
 def test_gradients_are_as_exact(name: str) -> None:
     def run(kernel: Kernel, pattern: Pattern, case: Case) -> None:
-        fn, args = plain(pattern), inputs_of(kernel, pattern, case)
+        fn, args = subject(kernel, plain(pattern)), inputs_of(kernel, pattern, case)
         got, want = gradients(fused(kernel, fn), args), gradients(fn, args)
         exact = gradients(exactly(kernel, pattern), wide(args))
         assert_as_exact(got, want, exact, kernel.tolerance, 64)
@@ -186,10 +201,11 @@ def test_gradients_are_as_exact(name: str) -> None:
 @every_kernel
 def test_derivatives_and_batches_are_the_plain_functions(name: str) -> None:
     def run(kernel: Kernel, pattern: Pattern, case: Case) -> None:
-        fn, args = plain(pattern), inputs_of(kernel, pattern, case)
+        fn, args = subject(kernel, plain(pattern)), inputs_of(kernel, pattern, case)
         first = exactly(kernel, pattern)
         stacked = [torch.stack([t, t.flip(0)]) for t in args]
-        for derived in (second, tangents):
+        again = gradients if kernel.gradient_only else second
+        for derived in (again, tangents):
             found = [derived(f, args) for f in (fused(kernel, fn), fn, first)]
             assert_as_exact(*found, kernel.tolerance, 1e3)
         found = [torch.vmap(f)(*stacked) for f in (fused(kernel, fn), fn, first)]
@@ -203,7 +219,7 @@ def test_traced_and_compiled(name: str) -> None:
     kernel = KERNELS[name]
     pattern = kernel.patterns[0]
     case = Case(dict.fromkeys(names_of(pattern), 5), (2,), torch.float64, ("plain",), 1)
-    fn, args = plain(pattern), inputs_of(kernel, pattern, case)
+    fn, args = subject(kernel, plain(pattern)), inputs_of(kernel, pattern, case)
     close(make_fx(fused(kernel, fn))(*args)(*args), fn(*args))
     close(torchard.jit(fused(kernel, fn), backend="eager")(*args), fn(*args))
 
@@ -215,9 +231,9 @@ def test_split_over_a_mesh(name: str) -> None:
     pattern = kernel.patterns[0]
     names = names_of(pattern)
     case = Case({n: 4 + 2 * i for i, n in enumerate(names)}, (2, 4), torch.float64, ("plain",), 2)
-    fn, args = plain(pattern), inputs_of(kernel, pattern, case)
+    fn, args = subject(kernel, plain(pattern)), inputs_of(kernel, pattern, case)
     assert pattern.dims is not None
-    assert [str(use) for use in fused(kernel, fn).lower(*args).kernels] == [name]
+    assert [str(use) for use in fused(kernel, fn).lower(*args).kernels] == [use_of(kernel)]
     splits = [*names, *(["..."] if any("..." in d for d in pattern.dims.inputs) else [])]
     for i, split in enumerate(splits):
         placed = [

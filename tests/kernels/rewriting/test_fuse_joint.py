@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -45,10 +46,9 @@ def kernels(fn: Callable[..., Any], *args: Any) -> list[str]:
 def test_one_kernel_gives_both(
     dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchard.kernels.library import cross_entropy
-
-    monkeypatch.setattr(cross_entropy, "_CHUNK", chunk)
-    monkeypatch.setattr(cross_entropy, "_LOGITS", chunk)
+    modules = (sys.modules[f"torchard.kernels.library.{n}cross_entropy"] for n in ("", "linear_"))
+    for module, limit in zip(modules, ("_CHUNK", "_ELEMENTS"), strict=True):
+        monkeypatch.setattr(module, limit, chunk)
     x, w, labels = drawn(dtype)
     exact = (x.double(), w.double(), labels)
     for fn, argnums, args, wide in (
