@@ -40,7 +40,8 @@ class Replacer(Planner):
         self.order: dict[fx.Node, float] = {n: i for n, i in reading.order.items()}
         self.turned: dict[fx.Node, fx.Node] = {}
         self.inserted: list[fx.Node] = []
-        self._redirected: list[tuple[fx.Node, list[fx.Node], Term]] = []
+        # The redirected results, and the arguments that their users had.
+        self._redirected: list[tuple[fx.Node, list[tuple[fx.Node, Any, Any]], Term]] = []
 
     def carry_out(self, part: Part, fused: Fused, tags: Tags) -> fx.Node:
         """Insert one kernel, and return its node."""
@@ -66,8 +67,8 @@ class Replacer(Planner):
         """Erase what was inserted for a plan that is not finished."""
         for old, users, term in reversed(self._redirected):
             new = self.turned.pop(old)
-            for user in users:
-                user.replace_input_with(new, old)
+            for user, args, kwargs in users:
+                user.args, user.kwargs = args, kwargs
             self._forget(new, term)
         for node in reversed(self.inserted):
             if node in self.reading.values:  # a product that a bias was added to
@@ -76,7 +77,10 @@ class Replacer(Planner):
         self.inserted, self._redirected = [], []
 
     def _forget(self, node: fx.Node, term: Term) -> None:
-        self.reading.nodes[term].remove(node)
+        nodes = self.reading.nodes[term]
+        nodes.remove(node)
+        if not nodes:
+            del self.reading.nodes[term]
         self.reading.values.pop(node, None)
 
     def _operand(self, node: fx.Node | None, value: TermValue, like: fx.Node) -> fx.Node:
@@ -176,7 +180,8 @@ class Replacer(Planner):
                 else:
                     new = self._viewed(result, root.value, want, old)
             stand_for(new, old)
-            self._redirected.append((old, list(old.users), root.term))
+            users = [(user, user.args, user.kwargs) for user in old.users]
+            self._redirected.append((old, users, root.term))
             old.replace_all_uses_with(new)
             self.turned[old] = new
             self.reading.nodes[root.term].insert(0, new)
