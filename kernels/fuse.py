@@ -32,9 +32,6 @@ from torchard.kernels.rewriting.tags import FUSE
 
 __all__ = ["Fuse", "find", "fuse"]
 
-PREFERENCES = ("time", "memory")
-
-
 @checked
 def fuse(
     fn: Callable[..., Any],
@@ -69,9 +66,9 @@ def fuse(
         A function that computes the same as ``fn``, with ``.lower`` and ``.lower_joint``.
 
     Raises:
-        KernelError: the compiler or the preference is unknown, or a kernel or a name is given without a
-            pattern, or in addition to a Kernel, which already has both. When called: the kernel returns
-            different shapes or dtypes from the pattern, or has no vjp and a gradient is taken through it.
+        KernelError: the compiler is unknown, or a kernel or a name is given without a pattern, or in
+            addition to a Kernel, which already has both. When called: the kernel returns different
+            shapes or dtypes from the pattern, or has no vjp and a gradient is taken through it.
         PatternError: the pattern cannot be traced.
         NoMatch (when called): the pattern does not occur in ``fn``, or ``where`` matches none of its
             scopes; the message names the nearest miss.
@@ -94,8 +91,6 @@ def fuse(
     """
     if compiler not in COMPILERS:
         raise KernelError(f"fuse(compiler={compiler!r}): the compilers are {', '.join(COMPILERS)}.")
-    if prefer not in PREFERENCES:
-        raise KernelError(f"fuse(prefer={prefer!r}): pass {' or '.join(map(repr, PREFERENCES))}.")
     _check_used(pattern, kernel, name)
     kernels = None if pattern is None else (_kernel(pattern, kernel, name),)
     scopes = None if where is None else _as_tuple(where)

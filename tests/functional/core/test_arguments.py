@@ -150,7 +150,7 @@ CASES: dict[str, Case] = {
     "PipelineSchedule": Case(ta.PipelineSchedule, ranks=((ta.Task(0, 0, "F"),),), name="mine"),
     "fuse": Case(
         lambda **given: ta.fuse(**given)(X),
-        fn=double, pattern=None, kernel=None, compiler="inductor", where=None, name=None,
+        fn=double, pattern=None, kernel=None, compiler="inductor", prefer="time", where=None, name=None,
     ),
     "find": Case(lambda **given: ta.find(**given)(X), fn=double, pattern=double, where=None),
     "trace": Case(lambda **given: ta.trace(**given)(X), fn=double),
@@ -411,6 +411,7 @@ def test_wrong_arguments_are_refused_by_name(
         (lambda: place([1, 2], MESH, P()), "no tensor in values"),
         (lambda: place({"w": X.numpy()}, MESH, P()), "values['w'] is a ndarray"),
         (lambda: ta.fuse(double, kernel=double), "without a pattern"),
+        (lambda: ta.fuse(double, prefer="speed"), "prefer must be 'time' or 'memory'"),
         (lambda: ta.fuse(double, name="twice"), "fuse(fn, pattern, name='twice')"),
         (lambda: ta.fuse(double, KERNEL, double), "and the Kernel 'twice', which already has references"),
         (lambda: ta.fuse(double, KERNEL, KERNEL), "and the Kernel 'twice', which already has references"),
