@@ -14,9 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchard import Mesh, MeshTensor, P, accumulate, checkpoint, jit, optim, random, shard
+from torchard import (
+    Mesh,
+    MeshTensor,
+    P,
+    accumulate,
+    checkpoint,
+    jit,
+    optim,
+    random,
+    repeat,
+    shard,
+    stack,
+)
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
+from torchard.functional.loops import equal_layers
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SHAPES = ((3, 4), (5,), (), (0, 2), (2, 1, 3), (8, 8), (1,))
@@ -246,6 +259,41 @@ def test_large_updates_are_several(kernels: Counter[str]) -> None:
     assert run.lower(*args).peak < 6 * total + 4 * each
     run(*args)
     assert kernels == {"calls": 16, "parameters": 32}
+
+
+@pytest.mark.parametrize("way", ["repeat", "a loop of Python"])
+@pytest.mark.parametrize("how", [{"backend": "eager"}, {"backend": "eager", "donate_argnums": (0, 1)}])
+def test_equal_layers_are_updated_at_once(
+    how: dict[str, Any], way: str, kernels: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in each iteration of the loop that they would become."""
+    monkeypatch.setattr(equal_layers, "MIN_SAVED", 1)
+    monkeypatch.setattr(equal_layers, "MIN_SAVED_PER_LOOP", 1)
+    optimizer, _ = OPTIMIZERS["adamw"]
+    shapes = {"w": (4, 4), "b": (4,)}
+    rows = [{k: normal(i, s, torch.float32) for k, s in shapes.items()} for i in range(4)]
+
+    def block(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["w"] + p["b"])
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        if way == "repeat":
+            return repeat(block, stack(params), x).square().sum()
+        for p in params:
+            x = block(p, x)
+        return x.square().sum()
+
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        return optimizer.update(torch.func.grad(loss)(params, x), state, params)
+
+    args = rows, optimizer.init(rows), normal(8, (3, 4), torch.float32)
+    want, exact = step(*args), step(*in_double(args))
+    run = jit(step, **how)
+    text = str(run.lower(*args))
+    got = run(*copied(args))
+    assert kernels == {"calls": 1, "parameters": 8}
+    assert_rounded(got, want, exact)
+    assert text.count("= adamw[") == 1
 
 
 @pytest.mark.parametrize("how", [{}, {"donate_argnums": (0, 1)}])
