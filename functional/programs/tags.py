@@ -223,7 +223,7 @@ KERNEL: Tag[str] = declare(
 USE: Tag[Any] = declare(
     "use",
     "a record of the operations that the kernel replaced",
-    written_by="rewriting/search",
+    written_by="rewriting/findings, rewriting/search",
     read_by="decompositions/decompose, programs/program",
     follows="call",
 )

@@ -34,7 +34,7 @@ _PRODUCTS = {"dot", "sum", "input"}
 # Calls saved from which a kernel with code of its own is tried, however small the tensors are.
 FEWER = 3
 
-Member = tuple[Kernel, Occurrence]
+FoundKernel = tuple[Kernel, Occurrence]
 
 
 def moves_less(plan: Replacement) -> bool:
@@ -82,7 +82,7 @@ def _bytes_of(program: Program) -> int:
     return sum(v.nbytes for node in program.calls for v in tensors_of(VAL.get(node)))
 
 
-def why_as_written(program: Program, members: Sequence[Member], plan: Replacement) -> str:
+def why_as_written(program: Program, members: Sequence[FoundKernel], plan: Replacement) -> str:
     """Why operations are left as they are written, without a trial; empty if that must decide."""
     device = VAL.of(plan.results[0]).device.type
     own = any(runs_by_itself(kernel, occurrence, device) for kernel, occurrence in members)
