@@ -281,6 +281,7 @@ class Unifier:
 
     def _with_factor(self, p: Term, t: Term, b: Binding) -> Binding:
         """Bind a literal that is the factor of a multiple."""
+        p, t = _without_casts(p), _without_casts(t)
         name = self._marked(p.numbers[0]) if is_multiple(p) else None
         if name is None or name in b.literals:
             return b
@@ -330,3 +331,9 @@ def _flat(value: Any) -> Iterator[Any]:
 def _name(target: Any) -> str:
     name = getattr(target, "__name__", str(target))
     return str(name).removesuffix(".default")
+
+
+def _without_casts(term: Term) -> Term:
+    while term.op == "cast":
+        term = term.operands[0][0]
+    return term

