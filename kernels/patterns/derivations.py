@@ -23,6 +23,8 @@ import torch
 __all__ = ["DERIVATIONS", "Derivations"]
 
 V = TypeVar("V")
+# The number of versions kept.
+_KEPT = 8
 _LOG = logging.getLogger("torchard.fuse")
 _OPERATOR = type(torch.ops.aten.add.Tensor)
 
@@ -95,8 +97,14 @@ class Derivations:
             with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
                 file.write(content)
             Path(file.name).replace(self._path)
+            for old in sorted(self._path.parent.glob("patterns-*"), key=_age)[_KEPT:]:
+                old.unlink(missing_ok=True)
         except OSError as error:  # a disk that is full or read-only
             _LOG.info("what was derived of patterns is not kept: %s", error)
+
+
+def _age(path: Path) -> float:
+    return -path.stat().st_mtime if path.exists() else 0.0
 
 
 def _version() -> str:

@@ -182,7 +182,8 @@ class Search:
         """Replace groups, the largest first, each planned again on the current graph."""
         for group in self.groups():
             if not self._tried(group) and len(group.members) > 1:
-                for member in group.members:
+                # The gradient first: it may read what is inside the forward.
+                for member in reversed(group.members):
                     self._tried(Group([member]))
         # A kernel is inserted at its first result, maybe before its operands.
         in_order(self.program.graph)

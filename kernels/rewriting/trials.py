@@ -8,6 +8,7 @@ Python, or by the compiler of the stack, with the neighbours that it would fuse 
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.bounded import Recent
+from torchard.functional.core.errors import KernelError
 from torchard.functional.core.outputs import tensors_of
 from torchard.functional.execution.binding import bind
 from torchard.functional.jit import Compile
@@ -33,6 +35,8 @@ from torchard.kernels.rewriting.plan import Replacement
 from torchard.kernels.rewriting.post_passes import in_any_layout
 
 __all__ = ["Trial", "compiler_of"]
+
+_LOG = logging.getLogger("torchard.fuse")
 
 # A kernel pays if it takes at most this part of the time.
 _PAYS = 0.95
@@ -122,15 +126,21 @@ class Trial:
         return _VERDICTS.get(key, decided)
 
     def _is_faster(self, after: Program) -> bool:
-        with internals.no_modes(), torch.no_grad():
-            values = [_example(v) for v in self.operands.values()]
-            written, kernel = _least_seconds(
-                [
-                    (bind(replace(part, compiler=self.compiler)), values[: len(part.inputs)])
-                    for part in (self.before, after)
-                ]
-            )
+        try:
+            with internals.no_modes(), torch.no_grad():
+                written, kernel = self._seconds_of(self.before, after)
+        except KernelError:  # an implementation that is wrong
+            raise
+        except Exception as error:  # operations that check values, and compilers, raise anything
+            _LOG.info("no trial of %s: %s", self.program.name, error)
+            return False
         return kernel < _PAYS * written
+
+    def _seconds_of(self, *parts: Program) -> list[float]:
+        values = [_example(v) for v in self.operands.values()]
+        runs = (bind(replace(part, compiler=self.compiler)) for part in parts)
+        given = (values[: len(part.inputs)] for part in parts)
+        return _least_seconds(list(zip(runs, given, strict=True)))
 
 
 def _in_order(inside: set[fx.Node]) -> Iterator[fx.Node]:
@@ -202,7 +212,7 @@ def _least_seconds(runs: Sequence[tuple[Bound, Sequence[torch.Tensor]]]) -> list
 
 
 def _seconds(run: Bound, values: Sequence[torch.Tensor]) -> float:
-    on_device = values[0].device.type != "cpu"
+    on_device = any(v.device.type != "cpu" for v in values)
     if on_device:
         torch.accelerator.synchronize()
     start = perf_counter()
