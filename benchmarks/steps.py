@@ -21,6 +21,7 @@ import gc
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,10 +79,12 @@ class Step:
     Attributes:
         run: one step, which returns the loss.
         params: the present parameters.
+        kernels: the names of the kernels that it runs.
     """
 
     run: Callable[[], Tensor]
     params: Callable[[], list[Tensor]]
+    kernels: Callable[[], list[str]] = list
 
 
 def copied(model: Model, dtype: torch.dtype = torch.float32) -> Model:
@@ -135,7 +138,11 @@ def ours(model: Model, wrapped: Callable[[Any], Any]) -> Step:
         held.extend((params, state))
         return loss
 
-    return Step(run, lambda: optree.tree_leaves(held[0]))
+    def kernels() -> list[str]:
+        uses = step.lower(*held, *batch).kernels
+        return [str(use) for use in uses if not str(use.how).startswith("as written")]
+
+    return Step(run, lambda: optree.tree_leaves(held[0]), kernels)
 
 
 SYSTEMS: dict[str, Callable[[Model], Step]] = {
@@ -190,9 +197,10 @@ def note(text: str) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one model at one size."""
+    """What was measured of one model at one size, and the kernels that were used."""
 
     name: str
+    label: str
     size: str
     times: dict[str, Timing]
     peaks: dict[str, int]
@@ -206,7 +214,13 @@ def row_of(name: str, label: str, size: Size, systems: Sequence[str], rounds: in
     rivals = [Rival(system, step.run, lambda _: []) for system, step in steps.items()]
     times = {t.name: t for t in in_turns(rivals, rounds)}
     peaks = {system: peak_of(step, model) for system, step in steps.items()}
-    return Row(name, f"{label}: {size}", times, peaks, "")
+    used = {system: Counter(step.kernels()) for system, step in steps.items()}
+    kernels = [
+        f"{system}: {', '.join(f'{kernel} × {n}' for kernel, n in counts.items())}"
+        for system, counts in used.items()
+        if counts
+    ]
+    return Row(name, label, str(size), times, peaks, "; ".join(kernels))
 
 
 def peak_of(step: Step, model: Model) -> int:
@@ -221,7 +235,7 @@ def peak_of(step: Step, model: Model) -> int:
 
 
 def cells_of(row: Row) -> list[str]:
-    cells = [f"{row.name}, {row.size}"]
+    cells = [f"{row.name}, {row.label}: {row.size}"]
     for timing in row.times.values():
         low, high = timing.quartiles
         cells.append(f"{1e3 * timing.median:.1f} ({1e3 * low:.1f}–{1e3 * high:.1f})")
@@ -230,7 +244,7 @@ def cells_of(row: Row) -> list[str]:
     best = min(rivals, key=lambda t: t.median, default=None)
     cells += ["–" if best is None else ratio({**row.times, "best": best}, "best", "jit fuse")]
     cells += [ratio(row.times, "jit", "jit fuse")]
-    return [*cells, *(f"{row.peaks[s] / 1e6:,.0f}" for s in row.times)]
+    return [*cells, *(f"{row.peaks[s] / 1e6:,.0f}" for s in row.times), row.kernels]
 
 
 def ratio(times: dict[str, Timing], a: str, b: str) -> str:
@@ -242,12 +256,13 @@ def ratio(times: dict[str, Timing], a: str, b: str) -> str:
 
 def report(names: Sequence[str], labels: Sequence[str], systems: Sequence[str], options: Any) -> str:
     head = ["milliseconds", *systems, "eager / fuse", "best / jit fuse", "jit / jit fuse"]
-    rows = [[*head, *(f"MB, {system}" for system in systems)]]
+    rows, measured = [[*head, *(f"MB, {system}" for system in systems), "kernels"]], list[Row]()
     for name in names:
         for label, size in sizes_of(name, options.quick).items():
             if labels and label not in labels:
                 continue
             row = row_of(name, label, size, systems, options.rounds)
+            measured.append(row)
             rows.append(cells_of(row))
             note("  ".join(rows[-1]))
             gc.collect()
@@ -257,7 +272,27 @@ def report(names: Sequence[str], labels: Sequence[str], systems: Sequence[str], 
         "medians (quartiles) of wall-clock time; a / b: the median over rounds of the ratio in the same "
         "round, above 1 if b is faster\nbest: the faster of jit and torch.compile"
     )
-    return f"{title}\n{legend}\n\n{aligned(rows)}"
+    return f"{title}\n{legend}\n\n{aligned(rows)}\n\n{summary(measured)}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """On how many rows the medians of the ratios are at least what is aimed at."""
+    large = [row for row in rows if (row.name, row.label) in MEMORY_BOUND]
+
+    def count(of: Sequence[Row], a: str, b: str, least: float) -> str:
+        ratios = [row.times[a].times(row.times[b]) for row in of if {a, b} <= row.times.keys()]
+        reached = sum(value >= least for value in ratios)
+        return f"{a} / {b} is at least {least} on {reached} of {len(ratios)} rows"
+
+    for row in rows:
+        if {"jit", "compile"} <= row.times.keys():
+            row.times["best"] = min(row.times["jit"], row.times["compile"], key=lambda t: t.median)
+    lines = [count(rows, "eager", "fuse", 0.99), count(rows, "best", "jit fuse", 0.99)]
+    lines += [
+        f"{line}, of those bound by memory"
+        for line in (count(large, "eager", "fuse", 1.15), count(large, "jit", "jit fuse", 1.05))
+    ]
+    return "\n".join(lines)
 
 
 def main() -> None:
