@@ -20,13 +20,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchard.functional.torch_internals.operators import aten
+
 __all__ = ["DERIVATIONS", "Derivations"]
 
 V = TypeVar("V")
 # The number of versions kept.
 _KEPT = 8
 _LOG = logging.getLogger("torchard.fuse")
-_OPERATOR = type(torch.ops.aten.add.Tensor)
+_OPERATOR = type(aten.add.Tensor)
 
 
 def _operator(name: str) -> Any:
