@@ -141,6 +141,7 @@ bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; e
 	$(BIN)/python benchmarks/rivals.py $(ARGS)
 	$(BIN)/python benchmarks/fusion.py $(ARGS)
 	$(BIN)/python benchmarks/steps.py $(ARGS)
+	$(BIN)/python benchmarks/kernel_rows.py
 	$(BIN)/python benchmarks/first_fuse.py
 	$(BIN)/python benchmarks/compile_cache.py $(ARGS)
 	$(BIN)/python benchmarks/long_runs.py $(ARGS)
