@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import json
 import os
 import subprocess
@@ -20,14 +19,13 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench import RESULTS, aligned, machine
 
-from torchard import fuse, jit, trace, tree
+from torchard import fuse, jit, trace
 
 MODELS = ["BERT", "GPT-2", "Llama", "Gemma 2", "T5", "ViT", "Whisper", "BART"]
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
@@ -36,14 +34,9 @@ SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 def gradients(name: str) -> tuple[Any, Any]:
     """The gradients of a model's loss in float32, and their arguments."""
     sys.path.append(str(SUPPORT))
-    from zoo import FAMILIES, Case
+    from zoo import Case
 
-    def single(values: Any) -> Any:
-        return tree.map(lambda x: x.float() if x.dtype == torch.float64 else x, values)
-
-    tiny = FAMILIES[name]()
-    inputs = functools.partial(single, tiny.inputs())
-    case = Case(replace(tiny, dtype=torch.float32, inputs=inputs))
+    case = Case.single(name)
     return torch.func.grad(case.loss(case.fn)), (case.params, case.inputs)
 
 

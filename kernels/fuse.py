@@ -32,6 +32,7 @@ from torchard.kernels.rewriting.tags import FUSE
 
 __all__ = ["Fuse", "find", "fuse"]
 
+
 @checked
 def fuse(
     fn: Callable[..., Any],
@@ -67,8 +68,8 @@ def fuse(
 
     Raises:
         KernelError: the compiler is unknown, or a kernel or a name is given without a pattern, or in
-            addition to a Kernel, which already has both. When called: the kernel returns different
-            shapes or dtypes from the pattern, or has no vjp and a gradient is taken through it.
+            addition to a Kernel, which already has both. When called: the kernel returns different shapes
+            or dtypes from the pattern, or has no vjp and a gradient is taken through it.
         PatternError: the pattern cannot be traced.
         NoMatch (when called): the pattern does not occur in ``fn``, or ``where`` matches none of its
             scopes; the message names the nearest miss.

@@ -19,6 +19,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.compiling.compiler_repairs import WRITES
 from torchard.functional.execution.reinplacing import written_base
+from torchard.functional.programs.graphs import computation, extracted
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.loops import issued_ahead, regrouped
 from torchard.functional.programs.markers import again, is_marker, listed
@@ -171,24 +172,14 @@ def _outputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _key(nodes: Sequence[fx.Node]) -> Hashable:
     """A region's computation: operations on numbered values, and the values that are used outside."""
-    numbers = {node: i for i, node in enumerate((*_inputs(nodes), *nodes))}
-
-    def line(node: fx.Node) -> Hashable:
-        operands = fx.map_arg((node.args, node.kwargs), lambda operand: f"%{numbers[operand]}")
-        return node.target, repr(operands)
-
-    return (*map(line, nodes), *(numbers[node] for node in _outputs(nodes)))
+    inputs = _inputs(nodes)
+    numbers = {node: i for i, node in enumerate((*inputs, *nodes))}
+    return (*computation(nodes, inputs), *(numbers[node] for node in _outputs(nodes)))
 
 
 def _extracted(nodes: Sequence[fx.Node]) -> fx.Graph:
     """The graph of a region, from a list of its inputs to a list of its outputs."""
-    graph = fx.Graph()
-    env = {node: graph.placeholder(f"in{i}") for i, node in enumerate(_inputs(nodes))}
-    for node in nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-        forget(env[node], LOOP)
-    graph.output(tuple(env[node] for node in _outputs(nodes)))
-    return graph
+    return extracted(fx.Graph(), nodes, _inputs(nodes), _outputs(nodes))
 
 
 class Region:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.programs.tagging import Same, inherit, stand_for
-from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.tagging import Same, forget, inherit, stand_for
+from torchard.functional.programs.tags import LOOP, VAL
 
 __all__ = [
     "Inserter",
     "add_call",
     "bytes_of",
+    "computation",
+    "extracted",
     "frozen",
     "output_node",
     "output_values",
@@ -116,6 +118,35 @@ def with_operands(node: fx.Node, operands: Iterable[Any]) -> tuple[tuple[Any, ..
     given = iter(operands)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(given))
     return args, kwargs
+
+
+def computation(nodes: Sequence[fx.Node], operands: Iterable[fx.Node]) -> tuple[Hashable, ...]:
+    """The calls of some nodes, in order, on numbered operands and results: equal for equal ones."""
+    numbers = {node: i for i, node in enumerate((*operands, *nodes))}
+
+    def line(node: fx.Node) -> Hashable:
+        given = fx.map_arg((node.args, node.kwargs), lambda operand: f"%{numbers[operand]}")
+        return node.target, repr(given)
+
+    return tuple(map(line, nodes))
+
+
+def extracted(
+    graph: fx.Graph,
+    nodes: Iterable[fx.Node],
+    operands: Iterable[fx.Node],
+    results: Iterable[fx.Node],
+) -> fx.Graph:
+    """Copy some nodes, in order and without their loops, to a new graph, from operands to results."""
+    env = {node: graph.placeholder(f"in{i}") for i, node in enumerate(operands)}
+    for node, placeholder in env.items():
+        if VAL.on(node):
+            VAL.set(placeholder, VAL.of(node))
+    for node in nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        forget(env[node], LOOP)
+    graph.output(tuple(env[node] for node in results))
+    return graph
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

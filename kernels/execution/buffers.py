@@ -15,7 +15,7 @@ import torch
 
 from torchard.kernels.execution.pool import Pool, machine_memory
 
-__all__ = ["Buffers", "is_large", "release"]
+__all__ = ["Buffers", "is_large", "release", "reused"]
 
 # Bytes; smaller allocations come from memory that the process already has.
 LARGE = 1 << 22
@@ -33,6 +33,11 @@ class BufferLayout:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+
+    @staticmethod
+    def of(value: torch.Tensor) -> BufferLayout:
+        """The layout of a tensor."""
+        return BufferLayout(tuple(value.shape), value.stride(), value.dtype)
 
     @property
     def dense(self) -> bool:
@@ -54,7 +59,7 @@ class Buffers:
     @staticmethod
     def of(values: Sequence[torch.Tensor]) -> Buffers:
         """A factory of tensors with the layouts of these."""
-        return Buffers(tuple(BufferLayout(tuple(v.shape), v.stride(), v.dtype) for v in values))
+        return Buffers(tuple(map(BufferLayout.of, values)))
 
     @property
     def dense(self) -> bool:
@@ -64,6 +69,11 @@ class Buffers:
     def new(self, device: torch.device) -> list[torch.Tensor]:
         """New uninitialised tensors."""
         return [_empty(layout, device) for layout in self.layouts]
+
+
+def reused(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor with the layout of another one, such as one on the meta device."""
+    return _empty(BufferLayout.of(like), device)
 
 
 def _empty(layout: BufferLayout, device: torch.device) -> torch.Tensor:

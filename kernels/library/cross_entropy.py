@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchard.kernels.execution.buffers import Buffers
+from torchard.kernels.execution.buffers import reused
 from torchard.kernels.execution.optional_backends import triton
 from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
@@ -117,8 +117,7 @@ def _cross_entropy_joint(
 
 def _like(x: Tensor) -> Tensor:
     """A contiguous tensor like x, uninitialised, in reused memory."""
-    (out,) = Buffers.of([torch.empty(x.shape, dtype=x.dtype, device="meta")]).new(x.device)
-    return out
+    return reused(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.device)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard.functional.torch_internals.operators import aten
-from torchard.kernels.execution.buffers import Buffers
+from torchard.kernels.execution.buffers import reused
 from torchard.kernels.library.cross_entropy import (
     by_gather,
     less_one_hot,
@@ -59,7 +59,7 @@ class _Head:
 
     def _memory(self, rows: int, width: int) -> Tensor:
         like = torch.empty((rows, width), dtype=wide(self.x.dtype), device="meta")
-        return Buffers.of([like]).new(self.x.device)[0]
+        return reused(like, self.x.device)
 
     def _chunk(self, rows: slice, memory: list[Tensor]) -> _Chunk:
         if self.cap is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchard.kernels.execution.buffers import Buffers
+from torchard.kernels.execution.buffers import reused
 from torchard.kernels.execution.optional_backends import triton
 from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
@@ -19,8 +19,7 @@ def _softmax(x: Tensor) -> Tensor:
 
 def _to_buffer(x: Tensor) -> Tensor:
     """Softmax written to reused memory, in the layout of torch's result."""
-    (out,) = Buffers.of([torch.empty_like(x, device="meta")]).new(x.device)
-    return torch.softmax(x, -1, out=out)
+    return torch.softmax(x, -1, out=reused(torch.empty_like(x, device="meta"), x.device))
 
 
 def _written_out(x: Tensor) -> Tensor:

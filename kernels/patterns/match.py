@@ -66,7 +66,6 @@ class Finder:
         self.thorough = thorough
         self.effort = Effort(len(reading.nodes), patience)
         self.stopped: list[Pattern] = []
-        self.least = 0
         self.misses: dict[Pattern, Miss] = {}
         self.operations = reading.store.operations
         self.verifier = Verifier(reading, self.effort)
@@ -80,12 +79,11 @@ class Finder:
             partly: whether some of the outputs suffice, as for gradients, not all of which may be used.
             least: the elements of the output that depends on most inputs, at least.
         """
-        self.least = least
         occurrences: dict[Any, Occurrence] = {}
         self.effort.begin()
         try:
             for alternative in pattern.alternatives:
-                for occurrence in self._alternative(alternative, partly):
+                for occurrence in self._alternative(alternative, partly, least):
                     key = tuple((root.output, root.term) for root in occurrence.roots)
                     occurrences.setdefault(key, occurrence)
         except Exhausted:
@@ -95,16 +93,23 @@ class Finder:
     def _place(self, term: Term) -> int:
         return self.reading.order[self.reading.nodes[term][0]]
 
-    def _alternative(self, alternative: Alternative, partly: bool) -> Iterator[Occurrence]:
+    def _alternative(
+        self, alternative: Alternative, partly: bool, least: int
+    ) -> Iterator[Occurrence]:
         seen: set[Any] = set()
         if not (self.thorough or alternative.skeleton.operations <= self.operations):
             return
-        yield from self._by_skeleton(alternative, alternative.skeleton, partly, seen)
+        yield from self._by_skeleton(alternative, alternative.skeleton, partly, least, seen)
         if self.reading.casts and alternative.half is not None:
-            yield from self._by_skeleton(alternative, alternative.half, partly, seen)
+            yield from self._by_skeleton(alternative, alternative.half, partly, least, seen)
 
     def _by_skeleton(
-        self, alternative: Alternative, skeleton: Skeleton, partly: bool, seen: set[Any]
+        self,
+        alternative: Alternative,
+        skeleton: Skeleton,
+        partly: bool,
+        least: int,
+        seen: set[Any],
     ) -> Iterator[Occurrence]:
         unifier = self.unifier(alternative, skeleton)
         firsts = _by_inputs(skeleton)
@@ -115,7 +120,7 @@ class Finder:
             for term in self.candidates(skeleton.roots[first]):
                 # The nearest miss is reported where nothing is found: then no candidate is skipped.
                 apt = self.thorough or self.reading.may_be(term, unifier.needs(first))
-                if term in seen or not apt or math.prod(term.sizes) < self.least:
+                if term in seen or not apt or math.prod(term.sizes) < least:
                     continue
                 occurrence = self._at(alternative, unifier, first, term, None if partly else seen)
                 if occurrence is not None:

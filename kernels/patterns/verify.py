@@ -99,7 +99,6 @@ class Verifier:
         Args:
             partly: whether some of the others suffice.
         """
-        self.effort.spend(EVALUATION)
         tries = itertools.count()
         for each in self._with_literals(alternative, term, bound):
             occurrence = self._by(alternative, first, term, each, partly, tries)
@@ -131,6 +130,7 @@ class Verifier:
         tries: Iterator[int],
     ) -> Occurrence | None:
         """The occurrence of a binding; None if there is none with its literals."""
+        self.effort.spend(EVALUATION)
         proposal = self._given(alternative, term, bound)
         if proposal is None:
             return None

@@ -5,7 +5,7 @@ A call of fuse looks only for kernels that may pay. Reports look for all of them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
@@ -18,7 +18,7 @@ from torchard.kernels.rewriting.fused_loss_grad import let_go_of_losses
 from torchard.kernels.rewriting.near_misses import Misses
 from torchard.kernels.rewriting.report import Missed, Use
 from torchard.kernels.rewriting.search import Group, Request, Search
-from torchard.kernels.rewriting.worth import moves_less, why_not_tried
+from torchard.kernels.rewriting.worth import Profitability, moves_less
 
 __all__ = ["Findings"]
 
@@ -53,13 +53,16 @@ class Findings:
 
     def written(self) -> Records:
         """What kernels could compute, and is left as it is written, each with the reason."""
+        if not self.request.by_time:
+            return Records()
         program, groups, _ = self._all
-        for node in program.calls:
+        profitability = Profitability(program)
+        for node in program.calls:  # what earlier rewrites used is listed with the program itself
             forget(node, USE)
         for group in groups:
             for (kernel, _), part in zip(group.members, group.plan.parts, strict=True):
                 first = part.firsts[0]
-                why = self.reasons.get(first.name) or why_not_tried(kernel.of or kernel, program)
+                why = self.reasons.get(first.name) or profitability.why_not_tried(kernel.of or kernel)
                 USE.set(first, Use.of(kernel.name, f"as written ({why})", part))
         return program.kernels
 
@@ -76,14 +79,17 @@ class Findings:
         """A copy of the program, its occurrences that were not replaced, and those that cannot be."""
         if not self.request.by_time:
             return self.before, [], self.refused
-        program = self.before.copy()
+        # Without what earlier rewrites left, which the program lists, too.
+        program = replace(self.before.copy(), written=())
         let_go_of_losses(program)
         search = Search(program, self.request.of_all)
-        groups = [group for group in search.apart() if self._is_left(group.plan.results)]
-        found = [group for group in groups if moves_less(group.plan)]
-        for group in groups:
-            if group not in found:
-                search.refuse(group)
+        found = []
+        for group in search.apart():
+            if self._is_left(group.plan.results):
+                if moves_less(group.plan):
+                    found.append(group)
+                else:
+                    search.refuse(group)
         refused = [miss for node, miss in search.refused if node.name not in self.gone]
         return program, found, refused + search.stopped
 

@@ -22,14 +22,7 @@ from torchard.kernels.rewriting.post_passes import in_any_layout, in_order
 from torchard.kernels.rewriting.region import fused_of
 from torchard.kernels.rewriting.replace import Replacer
 from torchard.kernels.rewriting.report import Missed, Use
-from torchard.kernels.rewriting.worth import (
-    SMALL,
-    least_elements,
-    moves_less,
-    trial_of,
-    why_as_written,
-    why_not_tried,
-)
+from torchard.kernels.rewriting.worth import SMALL, Profitability, moves_less
 from torchard.kernels.terms.reading import Reading
 
 __all__ = ["Group", "Search"]
@@ -92,9 +85,10 @@ class Search:
 
     def __init__(self, program: Program, request: Request) -> None:
         self.program, self.request = program, request
-        self.kernels = request.looked_for
+        self.kernels, self.profitability = request.looked_for, Profitability(program)
         if request.by_time:
-            self.kernels = tuple(k for k in self.kernels if not why_not_tried(k, program))
+            worth = self.profitability
+            self.kernels = tuple(k for k in self.kernels if not worth.why_not_tried(k))
         self.reading = Reading(program)
         # Kernels requested by name are given more effort.
         self.finder = Finder(self.reading, patience=1 if request.kernels is None else _PATIENCE)
@@ -133,7 +127,7 @@ class Search:
     def _occurrences(self, kernel: Kernel, partly: bool) -> list[Occurrence]:
         """The distinct occurrences of all references of a kernel."""
         occurrences: dict[Any, Occurrence] = {}
-        least = least_elements(kernel, self.program) if self.request.by_time else 0
+        least = self.profitability.least_elements(kernel) if self.request.by_time else 0
         for pattern in kernel.patterns:
             for occurrence in self.finder.find(pattern, partly=partly, least=least):
                 occurrences.setdefault(frozenset(root.term for root in occurrence.roots), occurrence)
@@ -194,15 +188,16 @@ class Search:
         """Replace a group if that is possible and pays; return whether its members need not be tried."""
         pair = self._pair(group)
         plan = self._plan(group) if pair is None else pair.plan
-        if not self._accepted(plan):
+        if plan.refused or not (self.request.kernels is not None or moves_less(plan)):
             group.plan = plan
             self.refuse(group)
             return False
-        why = why_as_written(self.program, group.members, plan) if self.request.by_time else ""
-        if why:
-            self._leave(plan, why)
-            return why == SMALL
-        trial = trial_of(self.program, plan) if self.request.by_time else None
+        trial = None
+        if self.request.by_time:
+            if why := self.profitability.why_as_written(group.members, plan):
+                self._leave(plan, why)
+                return why == SMALL
+            trial = self.profitability.trial_of(plan)
         if pair is None:
             self._replace(group, plan)
         else:
@@ -244,12 +239,6 @@ class Search:
         if marked or plan.refused or (self.request.kernels is None and not moves_less(plan)):
             return None
         return _Joined(pair.name, fused, plan)
-
-    def _accepted(self, plan: Replacement) -> bool:
-        """Whether to carry out a plan: the library's kernels must pay, requested ones need not."""
-        if not plan.refused and self.request.kernels is None and not moves_less(plan):
-            plan.refused = self._unworthy(plan)
-        return not plan.refused
 
     def _unworthy(self, plan: Replacement) -> str:
         why = f"it would move {plan.after:,} bytes instead of {plan.before:,}"

@@ -24,10 +24,10 @@ from torchard.functional.core.errors import KernelError
 from torchard.functional.core.outputs import tensors_of
 from torchard.functional.execution.binding import bind
 from torchard.functional.jit import Compile
+from torchard.functional.programs.graphs import computation, extracted
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.program import Bound, Leaf, Program
-from torchard.functional.programs.tagging import forget
-from torchard.functional.programs.tags import LOOP, VAL
+from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 from torchard.kernels.execution.pool import machine_memory
 from torchard.kernels.execution.rank_consensus import agreed_choice
@@ -62,52 +62,39 @@ class Trial:
     """
 
     def __init__(self, program: Program, plan: Replacement, compiler: Compile | None) -> None:
-        self.program, self.plan, self.compiler = program, plan, compiler
+        self.name, self.compiler = program.name, compiler
         self.beside = [] if compiler is None else _neighbours(plan)
-        self.operands: dict[fx.Node, torch.Tensor] = {}
+        self.operands: list[fx.Node] = []
         self.before = self._part([*plan.gone, *self.beside], plan.results)
 
     def _part(self, nodes: Iterable[fx.Node], results: Sequence[fx.Node]) -> Program:
-        """Some operations as a program, of operands that are noted in `operands`."""
-        graph = internals.ProgramGraph()
+        """Some operations as a program; its operands are noted in `operands`, and may be more."""
         inside = {node for node in nodes if not _is_item_of_other(node, nodes)}
-        env: dict[fx.Node, fx.Node] = {}
         order = list(_in_order(inside))
-        outside = dict.fromkeys(n for node in order for n in node.all_input_nodes if n not in inside)
-        for node in (*self.operands, *(n for n in outside if n not in self.operands)):
-            env[node] = graph.placeholder(f"in{len(env)}")
-            self.operands[node] = VAL.of(node)
-            VAL.set(env[node], VAL.of(node))
-        for node in order:
-            env[node] = graph.node_copy(node, env.__getitem__)
-            forget(env[node], LOOP)
+        read = (n for node in order for n in node.all_input_nodes if n not in inside)
+        self.operands = list(dict.fromkeys((*self.operands, *read)))
         results = list(dict.fromkeys((*results, *self.beside)))
-        graph.output(tuple(env[node] for node in results))
+        graph = extracted(internals.ProgramGraph(), order, self.operands, results)
         in_any_layout(graph)
         inputs = tuple(Leaf(node.name) for node in self.operands)
         outputs = tuple(Leaf(node.name, role="output") for node in results)
-        return Program(graph=graph, inputs=inputs, outputs=outputs, name=self.program.name)
+        return Program(graph=graph, inputs=inputs, outputs=outputs, name=self.name)
 
     @property
     def key(self) -> Hashable:
         """Equal for equal computations."""
-        numbers = {node: i for i, node in enumerate(self.before.graph.nodes)}
-
-        def line(node: fx.Node) -> Hashable:
-            operands = fx.map_arg((node.args, node.kwargs), lambda operand: f"%{numbers[operand]}")
-            return str(node.target), repr(operands)
-
-        kinds = tuple((tuple(v.shape), v.stride(), v.dtype, v.device) for v in self.operands.values())
-        lines = tuple(line(node) for node in self.before.graph.nodes if node.op != "placeholder")
+        part = self.before
+        lines = computation((*part.calls, part.output), part.placeholders)
+        values = map(VAL.of, part.placeholders)
+        kinds = tuple((tuple(v.shape), v.stride(), v.dtype, v.device) for v in values)
         return kinds, lines, self.compiler, torch.get_num_threads()
 
     @property
     def feasible(self) -> bool:
         """Whether it can be run here: not on a device that has no memory, and in a part of the memory."""
         held = sum(v.nbytes for n in self.before.graph.nodes for v in tensors_of(VAL.get(n)))
-        return held < machine_memory() // 4 and all(
-            v.device.type != "meta" for v in self.operands.values()
-        )
+        on_meta = any(VAL.of(node).device.type == "meta" for node in self.operands)
+        return held < machine_memory() // 4 and not on_meta
 
     def pays(self, inserted: Iterable[fx.Node], results: Sequence[fx.Node]) -> bool:
         """Whether it is faster with the kernels; all processes of a group decide alike.
@@ -132,12 +119,12 @@ class Trial:
         except KernelError:  # an implementation that is wrong
             raise
         except Exception as error:  # operations that check values, and compilers, raise anything
-            _LOG.info("no trial of %s: %s", self.program.name, error)
+            _LOG.info("no trial of %s: %s", self.name, error)
             return False
         return kernel < _PAYS * written
 
     def _seconds_of(self, *parts: Program) -> list[float]:
-        values = [_example(v) for v in self.operands.values()]
+        values = [_example(VAL.of(node)) for node in self.operands]
         runs = (bind(replace(part, compiler=self.compiler)) for part in parts)
         given = (values[: len(part.inputs)] for part in parts)
         return _least_seconds(list(zip(runs, given, strict=True)))

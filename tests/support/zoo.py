@@ -287,6 +287,13 @@ class Case:
         run.__name__ = "loss"
         return run
 
+    @classmethod
+    def single(cls, name: str) -> Case:
+        """A family's case in single precision, as for timing."""
+        tiny = FAMILIES[name]()
+        inputs = tree.map(lambda x: x.float() if x.dtype == torch.float64 else x, tiny.inputs())
+        return cls(replace(tiny, dtype=torch.float32, inputs=lambda: inputs))
+
     def compare(self, have: Any, want: dict[str, Tensor] | None = None) -> str:
         want = self.gradients if want is None else want
         size = max(float(value.abs().max()) for value in want.values())

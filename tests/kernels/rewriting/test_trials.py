@@ -106,8 +106,8 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], list[int]]:
         return runs
 
     monkeypatch.setattr(trials, "_VERDICTS", Recent(512))
-    monkeypatch.setattr(search, "why_not_tried", lambda kernel, program: "")
-    monkeypatch.setattr(search, "least_elements", lambda kernel, program: 0)
+    monkeypatch.setattr(worth.Profitability, "why_not_tried", lambda self, kernel: "")
+    monkeypatch.setattr(worth.Profitability, "least_elements", lambda self, kernel: 0)
     monkeypatch.setattr(worth, "LARGE", 1)
     monkeypatch.setattr(worth, "WORTH_COMPILING", -(1 << 60))
     return outcome
@@ -281,3 +281,16 @@ def test_the_faster_of_both_is_found() -> None:
 
     once, often = trials._least_seconds([part(1), part(50)])
     assert 0 < once < often
+
+
+def test_what_several_calls_leave_is_listed_once() -> None:
+    def two(x: Tensor, b: Tensor) -> Tensor:
+        with scope("first"):
+            y = F.gelu(x + b)
+        with scope("second"):
+            return F.silu(y + b)
+
+    apart = fuse(fuse(two, where="first"), where="second").lower(X, B).kernels
+    assert [(use.kernel, use.how) for use in apart] == [("bias_gelu", SMALL), ("bias_silu", SMALL)]
+    named = fuse(fuse(two, where="first"), lambda x, b: F.silu(x + b), name="mine").lower(X, B)
+    assert [use.kernel for use in named.kernels] == ["mine", "bias_gelu"]
