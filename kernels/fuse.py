@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import fx
@@ -202,11 +202,13 @@ class Fuse(Rewrite):
     where: tuple[Any, ...] | None = None
     prefer: str = "time"
     asked: bool = False
+    # Not by time after all; what a program asks for inside of another trace stays the same request.
+    every: bool = field(default=False, compare=False)
 
     @property
     def by_time(self) -> bool:
         """Whether kernels must be faster, not only move fewer bytes; requested ones need not."""
-        return self.kernels is None and self.prefer == "time"
+        return self.kernels is None and self.prefer == "time" and not self.every
 
     @property
     def looked_for(self) -> tuple[Kernel, ...]:
@@ -216,7 +218,7 @@ class Fuse(Rewrite):
     @property
     def of_all(self) -> Fuse:
         """The same rewrite for kernels that only move fewer bytes."""
-        return replace(self, prefer="memory")
+        return replace(self, every=True)
 
     @property
     def passes(self) -> tuple[Pass, ...]:

@@ -219,7 +219,7 @@ class Choice(ABC):
         return run
 
     def _check(self, results: Any, tensors: Tensors) -> None:
-        """Check that an implementation returns the shapes and dtypes of its reference."""
+        """Check that an implementation returns new tensors of its reference's shapes and dtypes."""
         wanted = [VAL.of(node) for node in self.program(tensors).results]
         have = [_described(r) for r in outputs_of(results)]
         want = [_described(r) for r in wanted]
@@ -228,6 +228,12 @@ class Choice(ABC):
                 f"kernel {self.name!r} returned {', '.join(have)} for "
                 f"{', '.join(map(_described, tensors))}; its reference returns {', '.join(want)}. "
                 "Both must agree; inside, the kernel may compute in any dtype."
+            )
+        given = {t.untyped_storage().data_ptr() for t in tensors if t.nbytes}
+        if any(r.untyped_storage().data_ptr() in given for r in outputs_of(results) if r.nbytes):
+            raise KernelError(
+                f"kernel {self.name!r} returned one of its arguments, or a view of one. Its results must "
+                "be new tensors: return a clone."
             )
 
 

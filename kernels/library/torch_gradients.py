@@ -29,8 +29,16 @@ def _pointwise(name: str, run: Callable[[Tensor], Tensor], gradient: Any) -> Ker
     )
 
 
-silu = _pointwise("silu", F.silu, aten.silu_backward.default)
-mish = _pointwise("mish", F.mish, aten.mish_backward.default)
+def _silu(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+def _mish(x: Tensor) -> Tensor:
+    return F.mish(x)
+
+
+silu = _pointwise("silu", _silu, aten.silu_backward.default)
+mish = _pointwise("mish", _mish, aten.mish_backward.default)
 
 
 def _group_norm(x: Tensor, w: Tensor, b: Tensor, eps: Any = ...) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +47,7 @@ def _group_norm(x: Tensor, w: Tensor, b: Tensor, eps: Any = ...) -> tuple[Tensor
     The weight and bias are [1, groups, channels, 1], as torch's formulas view them.
     """
     n, groups, channels, elements = x.shape
-    flat = x.reshape(n, groups * channels, elements)
+    flat = x.reshape(n, groups * channels, elements).contiguous()
     y, mean, rstd = torch.native_group_norm(
         flat, w.reshape(-1), b.reshape(-1), n, groups * channels, elements, groups, eps
     )
@@ -51,8 +59,10 @@ def _group_norm_vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, groups, channels, elements = x.shape
     shape = n, groups * channels, elements
+    # It reads memory in the order of the dims, whatever the strides are (torch 2.13).
+    x_rows, cotangent_rows = x.reshape(shape).contiguous(), cotangent.reshape(shape).contiguous()
     to_x, to_w, to_b = aten.native_group_norm_backward.default(
-        cotangent.reshape(shape), x.reshape(shape), mean, rstd, w.reshape(-1), *shape, groups, [True] * 3
+        cotangent_rows, x_rows, mean, rstd, w.reshape(-1).contiguous(), *shape, groups, [True] * 3
     )
     return to_x.view(x.shape), to_w.view(w.shape), to_b.view(w.shape)
 

@@ -79,8 +79,13 @@ class Derivations:
         with self._lock:
             kept = self._known.get(key)
         if kept is not None:
-            value: V = pickle.loads(kept)
-            return value
+            try:
+                value: V = pickle.loads(kept)
+                return value
+            except Exception as error:  # bytes that are not what was written raise anything
+                _LOG.warning(
+                    "%s in %s cannot be read (%s); it is derived again", key, self._path, error
+                )
         value = make()
         memory = io.BytesIO()
         _Pickler(memory).dump(value)

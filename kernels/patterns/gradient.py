@@ -41,7 +41,7 @@ def gradients_of(pattern: Pattern) -> list[Pattern]:
     forms = DERIVATIONS.get(key, lambda: [g.form for g in _gradients_of(pattern)])
     gradients = [_Gradients.of(pattern, form).pattern() for form in forms]
     for number, gradient in enumerate(gradients):
-        gradient.key = key and f"{key} {number}"
+        gradient.key, gradient.origin = key and f"{key} {number}", pattern
     return gradients
 
 

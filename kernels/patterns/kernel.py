@@ -99,9 +99,18 @@ class Kernel:
             for reference in self.references
         )
         for number, pattern in enumerate(patterns):
-            if self.of is None and str(pattern.fn.__module__).startswith(_LIBRARY):
+            if self._is_registered and str(pattern.fn.__module__).startswith(_LIBRARY):
                 pattern.key = f"{self.name} {number}"
         return patterns
+
+    @property
+    def _is_registered(self) -> bool:
+        """Whether its patterns are those of the registered kernel: others may use its references."""
+        known = KERNELS.get(self.name)
+        if known is None or self.of is not None:
+            return False
+        mine, theirs = ((k.references, k.dims, k.weights) for k in (self, known))
+        return mine == theirs
 
     @cached_property
     def gradient(self) -> Kernel | None:

@@ -71,19 +71,25 @@ class Finder:
         self.verifier = Verifier(reading, self.effort)
 
     def find(
-        self, pattern: Pattern, *, partly: bool = False, least: int = 0
+        self,
+        pattern: Pattern,
+        *,
+        partly: bool = False,
+        least: int = 0,
+        known: Collection[Term] = (),
     ) -> list[Occurrence]:
         """All occurrences, in the order of their first roots.
 
         Args:
             partly: whether some of the outputs suffice, as for gradients, not all of which may be used.
             least: the elements of the output that depends on most inputs, at least.
+            known: outputs of occurrences that need not be found again.
         """
         occurrences: dict[Any, Occurrence] = {}
         self.effort.begin()
         try:
             for alternative in pattern.alternatives:
-                for occurrence in self._alternative(alternative, partly, least):
+                for occurrence in self._alternative(alternative, partly, least, known):
                     key = tuple((root.output, root.term) for root in occurrence.roots)
                     occurrences.setdefault(key, occurrence)
         except Exhausted:
@@ -94,9 +100,9 @@ class Finder:
         return self.reading.order[self.reading.nodes[term][0]]
 
     def _alternative(
-        self, alternative: Alternative, partly: bool, least: int
+        self, alternative: Alternative, partly: bool, least: int, known: Collection[Term]
     ) -> Iterator[Occurrence]:
-        seen: set[Any] = set()
+        seen = set(known)
         if not (self.thorough or alternative.skeleton.operations <= self.operations):
             return
         yield from self._by_skeleton(alternative, alternative.skeleton, partly, least, seen)

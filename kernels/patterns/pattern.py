@@ -22,6 +22,7 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.bounded import Recent
 from torchard.functional.core.errors import PatternError
 from torchard.functional.core.outputs import tensors_of
+from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
@@ -210,6 +211,8 @@ class Pattern:
         self.weights = frozenset(i for i, name in enumerate(inputs) if name in weights)
         # The key of what is derived of it and kept on disk; None for patterns that are not the library's.
         self.key: str | None = None
+        # The pattern whose gradient it is.
+        self.origin: Pattern | None = None
 
     def __repr__(self) -> str:
         return f"Pattern({self.name})"
@@ -398,9 +401,27 @@ class Alternative:
 
         def make() -> MatchPlan | None:
             program = self._at(specs, dict(literals), operations, device)
-            return None if program is None else MatchPlan(program)
+            runs = program is not None and self._runs(specs, dict(literals), operations)
+            return MatchPlan(program) if program is not None and runs else None
 
         return _PLANS.get(key, make)
+
+    def _runs(
+        self, specs: Specs, literals: dict[str, Any], operations: tuple[Callable[..., Any], ...]
+    ) -> bool:
+        """Whether it runs on inputs of these dtypes: torch refuses mixed ones that fake tensors accept."""
+        dtypes = [dtype for _, dtype in specs]
+        if len({dtype for dtype in dtypes if dtype.is_floating_point}) < 2:
+            return True
+        small = tuple((shape, dtype) for (shape, _), dtype in zip(self._specs, dtypes, strict=True))
+        program = self._at(small, literals, operations, "cpu")
+        if program is None:
+            return False
+        try:
+            bind(program)([torch.zeros(shape, dtype=dtype) for shape, dtype in small])
+        except RuntimeError:
+            return False
+        return True
 
     def _at(
         self,

@@ -6,6 +6,7 @@ On a pure graph a replacement is sound if it creates no cycle. It is worthwhile 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -247,7 +248,10 @@ class Planner:
             return None
         as_is = [n for n in nodes if self.reading.value(n) == value]
         shaped = [n for n in nodes if value.is_reshape_of(self.reading.value(n))]
-        return (as_is or shaped or nodes)[0]
+        # From any other the value is read by strides, which are those of the whole buffer.
+        elements = math.prod(value.term.sizes)
+        whole = [n for n in nodes if self.reading.value(n).access.distinct == elements]
+        return next(iter(as_is or shaped or whole), None)
 
     def _rest(self, root: Root, after: set[fx.Node]) -> Rest | None:
         """The rest of the sum that a root is part of; None if it is not a value of the program."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserString
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from torchard.kernels.rewriting.replace import Replacer
 from torchard.kernels.rewriting.report import Missed, Use
 from torchard.kernels.rewriting.worth import SMALL, Profitability, moves_less
 from torchard.kernels.terms.reading import Reading
+from torchard.kernels.terms.terms import Term
 
 __all__ = ["Group", "Search"]
 
@@ -108,7 +109,7 @@ class Search:
             # Without a kernel's occurrence one of its gradient is unlikely, and searching takes time.
             likely = forward or kernel.gradient_only or self.request.kernels is not None
             backward = kernel.gradient if likely and _has_backward(self.program) else None
-            gradients = [] if backward is None else self._occurrences(backward, True)
+            gradients = [] if backward is None else self._occurrences(backward, True, forward)
             for occurrence in forward:
                 mine = [g for g in gradients if _is_gradient(g, occurrence)]
                 gradients = [g for g in gradients if g not in mine]
@@ -124,16 +125,40 @@ class Search:
         groups.sort(key=lambda group: (-group.plan.operations, group.plan.after - group.plan.before))
         return groups
 
-    def _occurrences(self, kernel: Kernel, partly: bool) -> list[Occurrence]:
-        """The distinct occurrences of all references of a kernel."""
+    def _occurrences(
+        self, kernel: Kernel, partly: bool, of: Sequence[Occurrence] = ()
+    ) -> list[Occurrence]:
+        """The distinct occurrences of all references of a kernel.
+
+        Args:
+            partly: whether some of the outputs suffice.
+            of: the occurrences whose gradient the kernel is. Their references' gradients are looked for
+                first, and no others if each of them has one.
+        """
         occurrences: dict[Any, Occurrence] = {}
         least = self.profitability.least_elements(kernel) if self.request.by_time else 0
-        for pattern in kernel.patterns:
-            for occurrence in self.finder.find(pattern, partly=partly, least=least):
-                occurrences.setdefault(frozenset(root.term for root in occurrence.roots), occurrence)
+        whole: set[Term] = set()
+        first = {occurrence.pattern for occurrence in of}
+        for pattern in sorted(kernel.patterns, key=lambda pattern: pattern.origin not in first):
+            if (
+                of
+                and pattern.origin not in first
+                and self._have_gradients(of, occurrences.values())
+            ):
+                break
+            for found in self.finder.find(pattern, partly=partly, least=least, known=whole):
+                roots = [root.term for root in found.roots]
+                occurrences.setdefault(frozenset(roots), found)
+                if len(roots) == len(found.alternative.skeleton.roots):
+                    whole.update(roots)
             if pattern in self.finder.stopped:
                 self.stopped.append(Missed(kernel.name, "", "", "forward", self._gave_up()))
         return list(occurrences.values())
+
+    def _have_gradients(self, forward: Sequence[Occurrence], found: Iterable[Occurrence]) -> bool:
+        """Whether each of some occurrences has a gradient with all of its outputs."""
+        whole = [g for g in found if len(g.roots) == len(g.alternative.skeleton.roots)]
+        return all(any(_is_gradient(gradient, one) for gradient in whole) for one in forward)
 
     def _gave_up(self) -> str:
         return (

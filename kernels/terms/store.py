@@ -86,7 +86,9 @@ class Store:
         return TermValue(self.term("input", dtype, shape, numbers=(label,)), contiguous(shape))
 
     def constant(self, value: Number, shape: Sequence[int], dtype: torch.dtype) -> TermValue:
-        """A value whose elements are all the same number."""
+        """A value whose elements are all the same number, as the dtype holds it."""
+        if not (dtype.is_floating_point or dtype.is_complex):
+            value = torch.tensor(value).to(dtype).item()
         term = self.term("constant", dtype, (), numbers=(number(value, dtype),))
         return TermValue(term, Access(()).expanded(tuple(shape)))
 

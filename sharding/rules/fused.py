@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import replace
@@ -143,7 +144,10 @@ class _Composition:
         """Add the factors of an operation, united with those of its operands."""
         call = Call.of(node)
         rule = rule_of(call)
-        fresh = {f: self._fresh(size) for f, size in enumerate(rule.sizes)}
+        fresh = {
+            f: tuple(g for size in sizes for g in self._fresh(size))
+            for f, sizes in self._merged(call, rule).items()
+        }
         whole, summed = self._of_an_operation(node, rule)
         self.whole.update(g for f in whole for g in fresh[f])
         self.summed.update(g for f in summed for g in fresh[f])
@@ -153,6 +157,16 @@ class _Composition:
         for i, dims in enumerate(rule.outs):
             self.dims[node, i] = tuple(tuple(g for f in fs for g in fresh[f]) for fs in dims)
         assert len(results(node)) == len(rule.outs)
+
+    def _merged(self, call: Call, rule: Rule) -> dict[int, tuple[int, ...]]:
+        """For each factor of an operation, the sizes of the dims that views merged into it."""
+        merged: dict[int, tuple[int, ...]] = {f: (size,) for f, size in enumerate(rule.sizes)}
+        for operand, dims in zip(call.operands, rule.ins, strict=True):
+            for have, want in zip(self._read(operand), dims, strict=True):
+                sizes = tuple(self.sizes[f] for f in have)
+                if len(want) == 1 and len(sizes) > 1 and math.prod(sizes) == rule.sizes[want[0]]:
+                    merged[want[0]] = sizes
+        return merged
 
     def _of_an_operation(self, node: fx.Node, rule: Rule) -> tuple[set[int], set[int]]:
         """The factors of an operation that are whole, and those that are summed at the outputs."""

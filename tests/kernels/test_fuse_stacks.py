@@ -16,6 +16,7 @@ from effort import examples
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import torchard
 from torchard import (
     Kernel,
     Mesh,
@@ -290,3 +291,36 @@ def test_operands_that_an_implementation_keeps_are_not_written() -> None:
     for _ in range(2):
         assert torch.equal(run(x, b), fn(x, b))
     assert kept and all(torch.equal(one, before) for one, before in kept)
+
+
+@pytest.mark.parametrize("spec", [P("dp"), P(None, "dp")])
+def test_attention_is_split_by_batch_and_heads(spec: P) -> None:
+    """Its products merge both dims into one, of which either may be split."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+
+    mesh, q = (
+        Mesh({"dp": 2}, virtual=True),
+        torch.linspace(-1, 1, 4 * 4 * 8 * 2).reshape(4, 4, 8, 2),
+    )
+    run = fuse(shard(attention, mesh, in_specs=spec, out_specs=spec))
+    program = run.lower(q, q + 1, q)
+    assert [use.kernel for use in program.kernels] == ["attention"]
+    assert str(program.kernels[0].how) != "decomposed" and not program.collectives
+    torch.testing.assert_close(run(q, q + 1, q).full(), attention(q, q + 1, q))
+
+
+def test_reasons_inside_another_transform() -> None:
+    """What is left is listed as it is without one."""
+
+    def gated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (F.silu(x @ w) * x).sum()
+
+    run = jit(torch.func.grad(torchard.fuse(gated)), backend="eager")
+    uses = run.lower(torch.ones(8, 8), torch.ones(8, 8)).kernels
+    assert [(use.kernel, str(use.how)) for use in uses] == [
+        ("swiglu", "as written (small)"),
+        ("swiglu_backward", "as written (small)"),
+    ]
+    assert not uses.missed

@@ -67,6 +67,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     """The same values, stored in another way."""
     if layout == "transposed" and x.ndim > 1:
         return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "last dim first" and x.ndim > 2:
+        return x.movedim(-1, 1).contiguous().movedim(1, -1)
     if layout == "strided" and x.ndim:
         wide = x.new_zeros((*x.shape[:-1], 2 * x.shape[-1]))
         wide[..., ::2] = x

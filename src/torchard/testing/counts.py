@@ -88,6 +88,8 @@ def assert_kernels(
 ) -> None:
     """Assert which fused kernels a function uses, without running it.
 
+    Operations that are left as they are written do not count.
+
     Args:
         fn: a function of `fuse`, transformed further or not.
         args: its arguments; tensors on ``meta`` and `ShapeDtype` will do.
@@ -99,11 +101,13 @@ def assert_kernels(
 
     >>> import torch, torchard as ta
     >>> from torchard.testing import assert_kernels
-    >>> f = ta.fuse(lambda x, b: torch.nn.functional.gelu(x + b, approximate="tanh"))
-    >>> assert_kernels(f, torch.ones(4, 8), torch.ones(8), bias_gelu_tanh=1)
+    >>> def f(x, b):
+    ...     return torch.nn.functional.gelu(x + b, approximate="tanh")
+    >>> assert_kernels(ta.fuse(f, prefer="memory"), torch.ones(4, 8), torch.ones(8), bias_gelu_tanh=1)
+    >>> assert_kernels(ta.fuse(f), torch.ones(4, 8), torch.ones(8))             # too small to pay
     """
     kernels = _lowered(fn, args, gradients).kernels
-    have = Counter(use.kernel for use in kernels)
+    have = Counter(use.kernel for use in kernels if not str(use.how).startswith("as written"))
     want = Counter({name: n for name, n in counts.items() if n})
     if have != want:
         raise AssertionError(f"the function uses {_listed(have)}, not {_listed(want)}:\n{kernels}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import live_bytes  # noqa: F401  # puts examples/ on the path
+import pytest
 import torch
 import train_gpt
 from torch import Tensor
@@ -39,3 +40,23 @@ def test_items_that_another_loop_reads() -> None:
     want, have = step(*arguments), jit(step, backend="aot_eager")(*arguments)
     for a, b in zip(tree.leaves(have), tree.leaves(want), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_images_keep_their_layout_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor would lay out what is between convolutions with its channels last."""
+    from torch._inductor.graph import GraphLowering
+
+    decide, decided = GraphLowering.decide_layout_opt, list[bool]()
+
+    def spied(*args: Any, **kwargs: Any) -> bool:
+        decided.append(decide(*args, **kwargs))
+        return decided[-1]
+
+    monkeypatch.setattr(GraphLowering, "decide_layout_opt", staticmethod(spied))
+    x, w = random.normal(random.key(0), (2, 4, 7, 9)), random.normal(random.key(1), (5, 4, 3, 3))
+
+    def convolved(x: Tensor, w: Tensor) -> Tensor:
+        return torch.conv2d(x.sin(), w, padding=1).relu()
+
+    torch.testing.assert_close(jit(convolved)(x, w), convolved(x, w))
+    assert decided == [False]

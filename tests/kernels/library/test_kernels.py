@@ -22,7 +22,7 @@ from torchard.kernels import KERNELS, Kernel, Pattern
 TP = Mesh({"tp": 2}, virtual=True)
 SIZES = (2, 3, 5, 8, 17)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-LAYOUTS = ("plain", "transposed", "strided")
+LAYOUTS = ("plain", "transposed", "last dim first", "strided")
 FEW = settings(
     max_examples=3,
     derandomize=True,

@@ -72,6 +72,20 @@ def test_a_file_that_was_cut_short_is_derived_again(
     assert "it is derived again" in caplog.text
 
 
+def test_a_value_that_was_cut_short_is_derived_again(tmp_path: Path) -> None:
+    one = Derivations(tmp_path)
+    assert one.get("a", lambda: 1) == 1
+    one._known["a"] = one._known["a"][:3]
+    assert one.get("a", lambda: 2) == 2
+
+
+def test_a_kernel_with_a_references_other_dims_is_derived_by_itself() -> None:
+    known = KERNELS["rms_norm"]
+    assert all(p.key for p in fresh("rms_norm")[0].patterns)
+    other = dataclasses.replace(known, dims=None)
+    assert not any(p.key for p in other.patterns)
+
+
 def test_without_a_folder_or_a_key_nothing_is_kept(tmp_path: Path) -> None:
     for kept, key in ((Derivations(None), "a"), (Derivations(tmp_path), None)):
         assert [kept.get(key, lambda: 1), kept.get(key, lambda: 2)] == [1, 2]

@@ -10,6 +10,7 @@ import torch
 from any_size import fuse
 from torch import Tensor
 
+from torchard import find
 from torchard.functional.core.errors import NoMatch
 
 Function = Callable[..., Tensor]
@@ -71,3 +72,15 @@ def test_values_stay(name: str) -> None:
         found = fuse(program, pattern, compiler="eager")(*args)
         torch.testing.assert_close(found, program(*args))
     torch.testing.assert_close(fuse(program, compiler="eager")(*args), program(*args))
+
+
+@pytest.mark.parametrize("dtype, kept", [(torch.int64, 2), (torch.bool, 1), (torch.uint8, 2)])
+def test_constants_drop_what_their_dtype_cannot_hold(dtype: torch.dtype, kept: int) -> None:
+    def pattern(x: Tensor) -> Tensor:
+        return torch.relu(x + kept)
+
+    def cast(x: Tensor) -> Tensor:
+        return torch.relu(x + torch.full((), 2.7).to(dtype).float())
+
+    assert len(find(cast, pattern)(X)) == 1
+    assert not find(cast, lambda x: torch.relu(x + 2.7))(X)

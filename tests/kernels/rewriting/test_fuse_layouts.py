@@ -161,3 +161,54 @@ def test_without_a_label_that_counts_the_gradient_is_zero(dtype: torch.dtype) ->
         for step in (torch.func.grad(fn, every), torch.func.grad_and_value(fn, every)):
             found = fuse(step)(*args)
             torch.testing.assert_close(found, step(*args), equal_nan=True)
+
+
+def test_pairs_of_a_value_are_read_from_the_whole_of_it() -> None:
+    """In the second layer only halves of the first one's result have nodes of their own."""
+    cos, sin, x = draw(2, 1), draw(2, 1), draw(1, 2, 2)
+    weights = [draw(2, 2) for _ in range(3)]
+
+    def rotated(q: Tensor) -> Tensor:
+        a, b = q.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+    def layer(x: Tensor, weights: list[Tensor]) -> Tensor:
+        q, k, v = ((x @ w).reshape(1, 2, 1, 2).transpose(1, 2) for w in weights)
+        scores = torch.softmax(rotated(q) @ rotated(k).mT, -1)
+        return (scores @ v).transpose(1, 2).reshape(1, 2, 2)
+
+    gradient = torch.func.grad(lambda weights: layer(layer(x, weights), weights).sum())
+    torch.testing.assert_close(fuse(gradient)(weights), gradient(weights))
+
+
+@pytest.mark.parametrize("layout", ["x", "cotangent"])
+def test_gradients_of_group_norm_with_channels_last(layout: str) -> None:
+    x, c = draw(2, 4, 3, 3), draw(2, 4, 3, 3)
+    x, c = (
+        t.to(memory_format=torch.channels_last) if t is (x if layout == "x" else c) else t
+        for t in (x, c)
+    )
+    w, b = draw(4), draw(4)
+    gradient = torch.func.grad(
+        lambda *args: (F.group_norm(args[0], 2, *args[1:]) * c).sum(), (0, 1, 2)
+    )
+    fused = fuse(gradient)
+    assert [use.kernel for use in fused.lower(x, w, b).kernels] == ["group_norm_backward"]
+    torch.testing.assert_close(fused(x, w, b), gradient(x, w, b))
+
+
+def test_what_was_rounded_is_not_read_before_it_where_torch_refuses_mixed_dtypes() -> None:
+    x, v = draw(3, 4).bfloat16(), draw(4, 5).bfloat16()
+    w, b = draw(4).bfloat16(), draw(4).bfloat16()
+
+    def weighted(x: Tensor, v: Tensor) -> Tensor:
+        return (torch.softmax(x, -1, dtype=torch.float32).to(x.dtype) @ v).float().sum()
+
+    def normed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), (4,), w.float(), b.float()).to(x.dtype).float().sum()
+
+    for fn, args in ((weighted, (x, v)), (normed, (x, w, b))):
+        gradient = torch.func.grad(fn, tuple(range(len(args))))
+        fused = fuse(gradient)
+        assert fused.lower(*args).kernels
+        torch.testing.assert_close(fused(*args), gradient(*args))
