@@ -409,7 +409,7 @@ class Alternative:
     def _runs(
         self, specs: Specs, literals: dict[str, Any], operations: tuple[Callable[..., Any], ...]
     ) -> bool:
-        """Whether it runs on inputs of these dtypes: torch refuses mixed ones that fake tensors accept."""
+        """Whether it runs on these dtypes: torch refuses mixed ones that fake tensors accept."""
         dtypes = [dtype for _, dtype in specs]
         if len({dtype for dtype in dtypes if dtype.is_floating_point}) < 2:
             return True
