@@ -66,7 +66,7 @@ def _repaired(repairs: Passes, rounding: bool, relaid: bool) -> Iterator[None]:
     """A context in which Inductor runs passes after its own and before it makes writes in place.
 
     It may lay images out with their channels last (`relaid`). On a CPU it may not: what is between
-    convolutions is then read across its rows, and a U-Net's step takes up to 1.8 times as long.
+    convolutions is then read across its rows, and a U-Net's step takes up to 1.7 times as long.
 
     Its caches of compiled code, also that of AOTAutograd, have the files in the folders of the passes,
     and what is changed in Inductor itself, in their keys.

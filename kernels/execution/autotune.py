@@ -120,28 +120,28 @@ class Choice(ABC):
     def _chosen(self, tensors: Tensors) -> tuple[Run, str]:
         device = tensors[0].device.type
         backend = implementation(self.implementations, device)
-        failure = self._failure(backend, tensors)
-        if backend.run is None or failure:
+        given, failure = self._given(backend, tensors)
+        if given is None:
             run, label = self._variant(tensors)
             return run, label + backend.note + failure
-        literals = self.literals
-        run = functools.partial(backend.run, **literals) if literals else backend.run
         if self.by_time and self._compiling(device, [t.numel() for t in tensors]) == _TIMED:
-            run, label = self._variant(tensors, {backend.name: run})
+            run, label = self._variant(tensors, {backend.name: given})
             return run, label + backend.note
-        return run, backend.name + backend.note
+        return given, backend.name + backend.note
 
-    def _failure(self, backend: Backend, tensors: Tensors) -> str:
-        """The note, if an optional implementation fails on these tensors; empty if it runs."""
+    def _given(self, backend: Backend, tensors: Tensors) -> tuple[Run | None, str]:
+        """The implementation, or None and the note if an optional one fails on these tensors."""
         if backend.run is None:
-            return ""
+            return None, ""
+        run = functools.partial(backend.run, **self.literals) if self.literals else backend.run
         try:
-            self._check(backend.run(*tensors, **self.literals), tensors)
+            results = run(*tensors)
+            self._check(results, tensors)
         except Exception as error:  # compilers raise anything on devices they do not support
             if not backend.imported:
                 raise
-            return f" ({backend.name} failed: {_named(error)})"
-        return ""
+            return None, f" ({backend.name} failed: {_named(error)})"
+        return (_copied(run) if _share_memory(outputs_of(results), tensors) else run), ""
 
     def _variant(self, tensors: Tensors, given: Mapping[str, Run] = {}) -> tuple[Run, str]:
         """The fastest of the reference's variants and the given implementations."""
@@ -219,7 +219,7 @@ class Choice(ABC):
         return run
 
     def _check(self, results: Any, tensors: Tensors) -> None:
-        """Check that an implementation returns new tensors of its reference's shapes and dtypes."""
+        """Check that an implementation returns the shapes and dtypes of its reference."""
         wanted = [VAL.of(node) for node in self.program(tensors).results]
         have = [_described(r) for r in outputs_of(results)]
         want = [_described(r) for r in wanted]
@@ -229,12 +229,23 @@ class Choice(ABC):
                 f"{', '.join(map(_described, tensors))}; its reference returns {', '.join(want)}. "
                 "Both must agree; inside, the kernel may compute in any dtype."
             )
-        given = {t.untyped_storage().data_ptr() for t in tensors if t.nbytes}
-        if any(r.untyped_storage().data_ptr() in given for r in outputs_of(results) if r.nbytes):
-            raise KernelError(
-                f"kernel {self.name!r} returned one of its arguments, or a view of one. Its results must "
-                "be new tensors: return a clone."
-            )
+
+
+def _share_memory(results: Tensors, tensors: Tensors) -> bool:
+    """Whether a result is an argument, or a view of one."""
+    given = {t.untyped_storage().data_ptr() for t in tensors if t.nbytes}
+    return any(r.untyped_storage().data_ptr() in given for r in results if r.nbytes)
+
+
+def _copied(run: Run) -> Run:
+    """An implementation that returns its arguments, so that callers can write to what it returns."""
+
+    def copied(*tensors: torch.Tensor) -> Any:
+        results = run(*tensors)
+        one = isinstance(results, torch.Tensor)
+        return results.clone() if one else tuple(result.clone() for result in results)
+
+    return copied
 
 
 def _described(value: Any) -> str:

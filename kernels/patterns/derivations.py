@@ -83,9 +83,7 @@ class Derivations:
                 value: V = pickle.loads(kept)
                 return value
             except Exception as error:  # bytes that are not what was written raise anything
-                _LOG.warning(
-                    "%s in %s cannot be read (%s); it is derived again", key, self._path, error
-                )
+                _LOG.warning("%s of %s: %s; it is derived again", key, self._path, error)
         value = make()
         memory = io.BytesIO()
         _Pickler(memory).dump(value)

@@ -98,8 +98,9 @@ class Kernel:
             else Pattern(reference, self.dims, name=self.name, weights=self.weights)
             for reference in self.references
         )
+        registered = self._is_registered
         for number, pattern in enumerate(patterns):
-            if self._is_registered and str(pattern.fn.__module__).startswith(_LIBRARY):
+            if registered and str(pattern.fn.__module__).startswith(_LIBRARY):
                 pattern.key = f"{self.name} {number}"
         return patterns
 

@@ -174,9 +174,7 @@ class Finder:
                 if occurrence is not None and (best is None or len(occurrence.roots) > len(best.roots)):
                     best, tries = occurrence, min(tries, _BETTER)
                 tries -= 1
-                if best is not None and (
-                    not tries or len(best.roots) == len(unifier.skeleton.roots)
-                ):
+                if best is not None and (not tries or best.is_whole):
                     return best
         return best
 

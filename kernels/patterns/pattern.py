@@ -401,24 +401,30 @@ class Alternative:
 
         def make() -> MatchPlan | None:
             program = self._at(specs, dict(literals), operations, device)
-            runs = program is not None and self._runs(specs, dict(literals), operations)
-            return MatchPlan(program) if program is not None and runs else None
+            if program is None or not self._accepts(specs, literals, operations, program):
+                return None
+            return MatchPlan(program)
 
         return _PLANS.get(key, make)
 
-    def _runs(
-        self, specs: Specs, literals: dict[str, Any], operations: tuple[Callable[..., Any], ...]
+    def _accepts(
+        self,
+        specs: Specs,
+        literals: Sequence[tuple[str, Any]],
+        operations: tuple[Callable[..., Any], ...],
+        program: Program,
     ) -> bool:
-        """Whether it runs on these dtypes: torch refuses mixed ones that fake tensors accept."""
-        dtypes = [dtype for _, dtype in specs]
-        if len({dtype for dtype in dtypes if dtype.is_floating_point}) < 2:
+        """Whether its program runs on these dtypes: torch refuses mixes that fake tensors accept.
+
+        It is run at the shapes of the example, which are small, once for all shapes.
+        """
+        if len({dtype for _, dtype in specs if dtype.is_floating_point}) < 2:
             return True
-        small = tuple((shape, dtype) for (shape, _), dtype in zip(self._specs, dtypes, strict=True))
-        program = self._at(small, literals, operations, "cpu")
-        if program is None:
-            return False
+        small = tuple((shape, t) for (shape, _), (_, t) in zip(self._specs, specs, strict=True))
+        if specs != small:
+            return self.at(small, literals, operations) is not None
         try:
-            bind(program)([torch.zeros(shape, dtype=dtype) for shape, dtype in small])
+            bind(program)([torch.zeros(shape, dtype=dtype) for shape, dtype in specs])
         except RuntimeError:
             return False
         return True

@@ -79,6 +79,11 @@ class Occurrence:
     def pattern(self) -> Pattern:
         return self.alternative.pattern
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all of the pattern's outputs."""
+        return len(self.roots) == len(self.alternative.skeleton.roots)
+
 
 class Verifier:
     """Verifies proposals in one program."""

@@ -62,14 +62,11 @@ class Findings:
         for group in groups:
             for (kernel, _), part in zip(group.members, group.plan.parts, strict=True):
                 first = part.firsts[0]
-                why = self.reasons.get(first.name) or profitability.why_not_tried(
-                    kernel.of or kernel
-                )
+                why = self.reasons.get(first.name) or profitability.why_not_tried(kernel.of or kernel)
                 why = why or profitability.why_as_written(group.members, group.plan)
                 # What was tried overlaps it, such as a kernel that has its operations and more.
-                USE.set(
-                    first, Use.of(kernel.name, f"as written ({why or 'in another trial'})", part)
-                )
+                why = why or "in another trial"
+                USE.set(first, Use.of(kernel.name, f"as written ({why})", part))
         return program.kernels
 
     def missed(self) -> list[Missed]:

@@ -140,25 +140,16 @@ class Search:
         whole: set[Term] = set()
         first = {occurrence.pattern for occurrence in of}
         for pattern in sorted(kernel.patterns, key=lambda pattern: pattern.origin not in first):
-            if (
-                of
-                and pattern.origin not in first
-                and self._have_gradients(of, occurrences.values())
-            ):
+            if first and pattern.origin not in first and _have_gradients(of, occurrences.values()):
                 break
             for found in self.finder.find(pattern, partly=partly, least=least, known=whole):
-                roots = [root.term for root in found.roots]
-                occurrences.setdefault(frozenset(roots), found)
-                if len(roots) == len(found.alternative.skeleton.roots):
-                    whole.update(roots)
+                roots = frozenset(root.term for root in found.roots)
+                occurrences.setdefault(roots, found)
+                if found.is_whole:
+                    whole |= roots
             if pattern in self.finder.stopped:
                 self.stopped.append(Missed(kernel.name, "", "", "forward", self._gave_up()))
         return list(occurrences.values())
-
-    def _have_gradients(self, forward: Sequence[Occurrence], found: Iterable[Occurrence]) -> bool:
-        """Whether each of some occurrences has a gradient with all of its outputs."""
-        whole = [g for g in found if len(g.roots) == len(g.alternative.skeleton.roots)]
-        return all(any(_is_gradient(gradient, one) for gradient in whole) for one in forward)
 
     def _gave_up(self) -> str:
         return (
@@ -312,6 +303,12 @@ def _is_gradient(gradient: Occurrence, of: Occurrence) -> bool:
     read = zip(gradient.pattern.inputs, gradient.inputs, strict=True)
     shared = [value.term is known[name] for name, value in read if name in known]
     return bool(shared) and all(shared)
+
+
+def _have_gradients(forward: Sequence[Occurrence], found: Iterable[Occurrence]) -> bool:
+    """Whether each of some occurrences has a gradient with all of its outputs."""
+    whole = [gradient for gradient in found if gradient.is_whole]
+    return all(any(_is_gradient(gradient, one) for gradient in whole) for one in forward)
 
 
 def _has_backward(program: Program) -> bool:

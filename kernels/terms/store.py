@@ -21,6 +21,7 @@ from torchard.kernels.terms.terms import (
     Operand,
     Term,
     TermValue,
+    held,
     is_multiple,
     literal,
     number,
@@ -87,9 +88,7 @@ class Store:
 
     def constant(self, value: Number, shape: Sequence[int], dtype: torch.dtype) -> TermValue:
         """A value whose elements are all the same number, as the dtype holds it."""
-        if not (dtype.is_floating_point or dtype.is_complex):
-            value = torch.tensor(value).to(dtype).item()
-        term = self.term("constant", dtype, (), numbers=(number(value, dtype),))
+        term = self.term("constant", dtype, (), numbers=(number(held(value, dtype), dtype),))
         return TermValue(term, Access(()).expanded(tuple(shape)))
 
     def opaque(

@@ -20,6 +20,7 @@ __all__ = [
     "Operand",
     "Term",
     "TermValue",
+    "held",
     "is_multiple",
     "is_power",
     "literal",
@@ -93,6 +94,16 @@ def number(value: Number, dtype: torch.dtype = torch.float32) -> Number:
         return value
     rounded = float(f"{value:.12e}" if dtype == torch.float64 else f"{value:.6e}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
+
+
+def held(value: Number, dtype: torch.dtype) -> Number:
+    """A number as a bool or an integer dtype holds it; in all other dtypes it is the number itself."""
+    if dtype.is_floating_point or dtype.is_complex or not math.isfinite(value):
+        return value
+    if dtype == torch.bool:
+        return bool(value)
+    limits = torch.iinfo(dtype)
+    return (int(value) - limits.min) % (limits.max - limits.min + 1) + limits.min
 
 
 def literal(part: TermValue | Number) -> Number | None:

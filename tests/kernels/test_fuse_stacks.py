@@ -300,14 +300,12 @@ def test_attention_is_split_by_batch_and_heads(spec: P) -> None:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
 
-    mesh, q = (
-        Mesh({"dp": 2}, virtual=True),
-        torch.linspace(-1, 1, 4 * 4 * 8 * 2).reshape(4, 4, 8, 2),
-    )
+    mesh = Mesh({"dp": 2}, virtual=True)
+    q = torch.linspace(-1, 1, 4 * 4 * 8 * 2).reshape(4, 4, 8, 2)
     run = fuse(shard(attention, mesh, in_specs=spec, out_specs=spec))
     program = run.lower(q, q + 1, q)
     assert [use.kernel for use in program.kernels] == ["attention"]
-    assert str(program.kernels[0].how) != "decomposed" and not program.collectives
+    assert not program.kernels[0].how.startswith("decomposed") and not program.collectives
     torch.testing.assert_close(run(q, q + 1, q).full(), attention(q, q + 1, q))
 
 

@@ -125,3 +125,36 @@ def test_a_search_that_was_given_up_is_reported() -> None:
         again = fuse(lambda x: torch.softmax(x + 1, -1) @ x, compiler="eager")
         missed = again.lower(X[:, :4]).kernels.missed
     assert any("the search was stopped after" in one.why for one in missed)
+
+
+def test_gradients_are_looked_for_by_the_references_that_were_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What one reference has found, no other looks for again, nor for its gradient."""
+    looked: list[tuple[Any, bool]] = []
+    find_all = Finder.find
+
+    def spied(self: Finder, pattern: Any, **how: Any) -> Any:
+        looked.append((pattern, how["partly"]))
+        return find_all(self, pattern, **how)
+
+    monkeypatch.setattr(Finder, "find", spied)
+    labels, kernel = torch.tensor([1, 0, 3, 2]), KERNELS["cross_entropy"]
+
+    def loss(x: Tensor) -> Tensor:
+        return -torch.log_softmax(x, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1).mean()
+
+    step = torch.func.grad_and_value(loss)
+    torch.testing.assert_close(fuse(step, kernel, compiler="eager")(X), step(X))
+    monkeypatch.undo()
+    forward = [pattern for pattern, partly in looked if not partly]
+    assert [forward.count(pattern) for pattern in kernel.patterns] == [2] * 3  # checked, then replaced
+    assert {pattern.origin for pattern, partly in looked if partly} == {kernel.patterns[1]}
+
+
+def test_what_one_reference_has_found_no_other_looks_for() -> None:
+    reading = Reading(trace(lambda x: F.silu(x) * (x + 1))(X))
+    (pattern,) = KERNELS["swiglu"].patterns[:1]
+    finder = Finder(reading)
+    (found,) = finder.find(pattern)
+    assert not finder.find(pattern, known=[root.term for root in found.roots])

@@ -12,6 +12,7 @@ from any_size import fuse
 from torch import Tensor
 
 from torchard.functional.core.bounded import Recent
+from torchard.functional.core.outputs import outputs_of
 from torchard.kernels import KERNELS
 from torchard.kernels.execution import autotune as choice
 from torchard.kernels.execution import buffers
@@ -183,11 +184,8 @@ def test_pairs_of_a_value_are_read_from_the_whole_of_it() -> None:
 
 @pytest.mark.parametrize("layout", ["x", "cotangent"])
 def test_gradients_of_group_norm_with_channels_last(layout: str) -> None:
-    x, c = draw(2, 4, 3, 3), draw(2, 4, 3, 3)
-    x, c = (
-        t.to(memory_format=torch.channels_last) if t is (x if layout == "x" else c) else t
-        for t in (x, c)
-    )
+    plain, strided = draw(2, 4, 3, 3), draw(2, 4, 3, 3).to(memory_format=torch.channels_last)
+    x, c = strided if layout == "x" else plain, strided if layout == "cotangent" else plain
     w, b = draw(4), draw(4)
     gradient = torch.func.grad(
         lambda *args: (F.group_norm(args[0], 2, *args[1:]) * c).sum(), (0, 1, 2)
@@ -195,6 +193,14 @@ def test_gradients_of_group_norm_with_channels_last(layout: str) -> None:
     fused = fuse(gradient)
     assert [use.kernel for use in fused.lower(x, w, b).kernels] == ["group_norm_backward"]
     torch.testing.assert_close(fused(x, w, b), gradient(x, w, b))
+
+
+def test_the_gradient_of_group_norm_reads_weights_by_their_strides() -> None:
+    """torch copies the weight that it is given; a program that is written out need not."""
+    run = KERNELS["group_norm"].vjp["any"]  # type: ignore[index]
+    x, w, rest = draw(2, 2, 2, 9), draw(1, 2, 4, 1)[:, :, ::2], (draw(2, 2), draw(2, 2), draw(2, 2, 2, 9))
+    for a, b in zip(run(x, w, *rest), run(x, w.contiguous(), *rest), strict=True):  # type: ignore[operator]
+        torch.testing.assert_close(a, b)
 
 
 def test_what_was_rounded_is_not_read_before_it_where_torch_refuses_mixed_dtypes() -> None:
@@ -212,3 +218,25 @@ def test_what_was_rounded_is_not_read_before_it_where_torch_refuses_mixed_dtypes
         fused = fuse(gradient)
         assert fused.lower(*args).kernels
         torch.testing.assert_close(fused(*args), gradient(*args))
+
+
+def test_what_a_kernel_returns_of_its_arguments_is_copied() -> None:
+    def one(x: Tensor) -> Tensor:
+        return torch.relu(x) + torch.relu(-x)
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        return one(x), (3 * x).sin()
+
+    x = draw(4).abs()
+    for fn, kernel in (
+        (one, lambda x: x),
+        (one, lambda x: x.view(x.shape)),
+        (two, lambda x: (x, (3 * x).sin())),
+    ):
+        run = fuse(fn, fn, kernel)
+        for _ in range(2):
+            found, before = outputs_of(run(x)), x.clone()
+            for a, b in zip(found, outputs_of(fn(x)), strict=True):
+                torch.testing.assert_close(a, b)
+            found[0].mul_(5)
+            assert torch.equal(x, before)

@@ -294,3 +294,16 @@ def test_what_several_calls_leave_is_listed_once() -> None:
     assert [(use.kernel, use.how) for use in apart] == [("bias_gelu", SMALL), ("bias_silu", SMALL)]
     named = fuse(fuse(two, where="first"), lambda x, b: F.silu(x + b), name="mine").lower(X, B)
     assert [use.kernel for use in named.kernels] == ["mine", "bias_gelu"]
+
+
+def test_what_is_left_has_its_reason_where_it_was_never_looked_for() -> None:
+    """Norms with a residual are too small for a trial in a program that is not."""
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True, norm_first=True)
+    params = dict(layer.named_parameters())
+
+    def encoded(params: Any, x: Tensor) -> Any:
+        return torch.func.functional_call(layer, params, (x,))
+
+    uses = fuse(encoded).lower_joint(params, torch.ones(2, 512, 64)).kernels
+    assert {use.kernel for use in uses} >= {"add_layer_norm", "add_layer_norm_backward"}
+    assert {str(use.how) for use in uses} == {SMALL}
