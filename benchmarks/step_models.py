@@ -1,4 +1,4 @@
-"""Seven models as their authors write them: losses of parameters and a batch, in plain torch.
+"""Models as their authors write them: losses of parameters and a batch, in plain torch.
 
     model = MODELS["GPT"](Size(width=128, vocabulary=512))
     model.loss(model.params, *model.batch) -> []
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,9 +45,12 @@ class Size:
 
 @dataclass(frozen=True)
 class Model:
-    """A loss of ``(params, *batch)``, and what it is called with."""
+    """A loss of ``(params, *batch)``, and what it is called with.
 
-    loss: Callable[..., Tensor]
+    Without a loss the batch is the gradients of the parameters, one for each leaf.
+    """
+
+    loss: Callable[..., Tensor] | None
     params: Params
     batch: tuple[Tensor, ...]
 
@@ -420,6 +424,30 @@ def unet(size: Size) -> Model:
     return Model(loss, params, (draw.normal(*shape), draw.normal(*shape)))
 
 
+# -- what memory bounds: norms of a long sequence, the update of an optimizer -------------------------
+
+
+def norms(size: Size) -> Model:
+    """Residual sums of RMSNorms and of LayerNorms, without products."""
+    draw = Draw()
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        for layer in p["layers"]:
+            x = x + rms_norm(layer["root"], x)
+            x = x + layer_norm(layer["mean"], x)
+        return x.square().mean()
+
+    width = size.width
+    layers = [{"root": torch.ones(width), "mean": norm(width)} for _ in range(size.layers)]
+    return Model(loss, {"layers": layers}, (draw.normal(size.batch, size.length, width),))
+
+
+def updates(size: Size) -> Model:
+    """The parameters of GPT, and gradients: AdamW alone."""
+    params, draw = gpt(size).params, Draw()
+    return Model(None, params, tuple(draw.normal(*p.shape) for p in optree.tree_leaves(params)))
+
+
 MODELS: dict[str, Callable[[Size], Model]] = {
     "GPT": gpt,
     "Llama": llama,
@@ -428,4 +456,6 @@ MODELS: dict[str, Callable[[Size], Model]] = {
     "U-Net": unet,
     "mixture of experts": mixture,
     "Gemma 2": gemma,
+    "norms": norms,
+    "AdamW": updates,
 }

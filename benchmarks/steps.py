@@ -1,4 +1,4 @@
-"""Training steps of seven models at three sizes: eager torch, torch.compile, jit, fuse, and jit of fuse.
+"""Training steps of nine programs at three sizes: eager torch, torch.compile, jit, fuse, and jit of fuse.
 
     python benchmarks/steps.py                    all rows; the table is saved in results/
     python benchmarks/steps.py --quick            tiny models, few rounds, nothing saved
@@ -9,6 +9,7 @@ A step is the loss, its gradients, and AdamW. Eager torch differentiates by auto
 torch's fused one; so is that of torch.compile, which compiles the loss. The others run one pure function,
 which returns new parameters and is given the old ones' memory: `fuse` as Python, the others compiled by
 Inductor. Before anything is timed, the first step of each system is compared with eager torch in float64.
+"norms" has no products; "AdamW" is the update alone, of GPT's parameters, which torch.compile compiles.
 
 Peaks are bytes of all live storages, parameters and batch included, by the profiler's memory events.
 """
@@ -53,9 +54,11 @@ LARGEST = {
     "U-Net": Size(width=128, batch=2, length=128),
     "mixture of experts": Size(2, 128, 512, batch=2, length=2048),
     "Gemma 2": Size(2, 128, 16_384, batch=2, length=512),
+    "norms": Size(2, 512, batch=1, length=16_384),
+    "AdamW": Size(2, 256, 16_384),
 }
 # The rows whose time is mostly that of memory: large vocabularies, norms and scores of long sequences.
-MEMORY_BOUND = {("GPT", LARGE), ("Llama", LARGE), ("BERT", LARGE), ("Gemma 2", LARGE)}
+MEMORY_BOUND = {(name, LARGE) for name in ("GPT", "Llama", "BERT", "Gemma 2", "norms", "AdamW")}
 
 
 def sizes_of(name: str, quick: bool) -> dict[str, Size]:
@@ -98,11 +101,13 @@ def copied(model: Model, dtype: torch.dtype = torch.float32) -> Model:
     )
 
 
-def torchs(model: Model, wrapped: Callable[[Any], Any] = lambda fn: fn) -> Step:
+def torchs(model: Model, wrapped: Callable[[Any], Any] | None = None) -> Step:
     """Autograd and torch's optimizer."""
     leaves = [x.requires_grad_() for x in optree.tree_leaves(model.params)]
+    if model.loss is None:
+        return torchs_update(leaves, model.batch, wrapped)
     optimizer = torch.optim.AdamW(leaves, RATE, weight_decay=DECAY, fused=True)
-    loss_of = wrapped(model.loss)
+    loss_of = wrapped(model.loss) if wrapped else model.loss
 
     def run() -> Tensor:
         loss = loss_of(model.params, *model.batch)
@@ -114,15 +119,33 @@ def torchs(model: Model, wrapped: Callable[[Any], Any] = lambda fn: fn) -> Step:
     return Step(run, lambda: [x.detach() for x in leaves])
 
 
+def torchs_update(leaves: list[Tensor], grads: Sequence[Tensor], wrapped: Any) -> Step:
+    """The optimizer alone: fused, or the operations of many tensors that a compiler fuses."""
+    for x, grad in zip(leaves, grads, strict=True):
+        x.grad = grad
+    optimizer = torch.optim.AdamW(leaves, RATE, weight_decay=DECAY, fused=not wrapped)
+    update = wrapped(optimizer.step) if wrapped else optimizer.step
+
+    def run() -> Tensor:
+        update()
+        return torch.ones(())
+
+    return Step(run, lambda: [x.detach() for x in leaves])
+
+
 def train_of(model: Model) -> Callable[..., Any]:
     """The pure step."""
     optimizer = optim.adamw(RATE, weight_decay=DECAY)
+
+    def update(params: Any, state: Any, *grads: Tensor) -> Any:
+        tree = optree.tree_unflatten(optree.tree_structure(params), grads)
+        return (*optimizer.update(tree, state, params), torch.ones(()))
 
     def train(params: Any, state: Any, *batch: Tensor) -> Any:
         grads, loss = torch.func.grad_and_value(model.loss)(params, *batch)
         return (*optimizer.update(grads, state, params), loss)
 
-    return train
+    return update if model.loss is None else train
 
 
 def ours(model: Model, wrapped: Callable[[Any], Any]) -> Step:
