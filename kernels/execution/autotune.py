@@ -139,6 +139,7 @@ class Choice(ABC):
             self._check(results, tensors)
         except Exception as error:  # compilers raise anything on devices they do not support
             if not backend.imported:
+                error.add_note(f"in an implementation of the kernel {self.name!r}")
                 raise
             return None, f" ({backend.name} failed: {_named(error)})"
         return (_copied(run) if _share_memory(outputs_of(results), tensors) else run), ""
@@ -221,8 +222,9 @@ class Choice(ABC):
     def _check(self, results: Any, tensors: Tensors) -> None:
         """Check that an implementation returns the shapes and dtypes of its reference."""
         wanted = [VAL.of(node) for node in self.program(tensors).results]
-        have = [_described(r) for r in outputs_of(results)]
         want = [_described(r) for r in wanted]
+        several = isinstance(results, tuple) or (isinstance(results, list) and len(want) > 1)
+        have = [_described(r) for r in (results if several else [results])]
         if have != want:
             raise KernelError(
                 f"kernel {self.name!r} returned {', '.join(have)} for "

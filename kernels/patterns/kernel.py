@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
+import torch
+
 from torchard.functional.core.arguments import AtLeast, check_fields, checked
 from torchard.functional.core.errors import KernelError
 from torchard.kernels.execution.optional_backends import Imported
@@ -58,6 +60,7 @@ class Kernel:
             looked for.
 
     Raises:
+        KernelError: an implementation is for a device that torch does not know.
         PatternError (when it is first searched for): ``dims`` and ``references`` do not agree.
 
     >>> import torch, torchard as ta
@@ -88,6 +91,9 @@ class Kernel:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for given in (self.implementations, self.vjp, self.joint):
+            for device in given if isinstance(given, Mapping) else ():
+                _check_device(self.name, device)
 
     @cached_property
     def patterns(self) -> tuple[Pattern, ...]:
@@ -142,6 +148,18 @@ class Kernel:
     def parsed(self) -> Dims | None:
         """The parsed dims."""
         return self.patterns[0].dims
+
+
+def _check_device(kernel: str, device: str) -> None:
+    if device == "any":
+        return
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise KernelError(
+            f"kernel {kernel!r} has an implementation for {device!r}, which is no device of torch's: "
+            "name its type ('cpu', 'cuda', ...), or 'any' for all others."
+        ) from error
 
 
 KERNELS: dict[str, Kernel] = {}

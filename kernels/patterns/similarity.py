@@ -135,6 +135,8 @@ def spoken(term: Term) -> str:
         return "a multiple"
     if isinstance(term.op, tuple):
         return f"{term.op[1]} over dims"
+    if term.name == "where":
+        return "a selection"
     return term.name.removeprefix("aten.").removesuffix(".default")
 
 

@@ -76,12 +76,21 @@ def test_where_is_nowhere() -> None:
         (lambda x, b: F.gelu(x + b)[:2], r"returned float32\[2, 4\] for float32\[3, 4\], float32\[4\]"),
         (lambda x, b: (x, b), r"returned float32\[3, 4\], float32\[4\] for"),
         (lambda x, b: None, "returned NoneType"),
+        (lambda x, b: [F.gelu(x + b)], "returned list"),
     ],
-    ids=["dtype", "shape", "number", "none"],
+    ids=["dtype", "shape", "number", "none", "list"],
 )
 def test_a_kernel_that_returns_something_else(wrong: Any, said: str) -> None:
     with pytest.raises(KernelError, match=said):
         fuse(model, biased_gelu, wrong)(X, B)
+
+
+def test_an_implementation_that_cannot_be_called() -> None:
+    with pytest.raises(TypeError) as error:
+        fuse(model, Kernel("mine", (biased_gelu,), "... d, d -> ... d", {"any": F.gelu}))(X, B)
+    assert error.value.__notes__[0] == "in an implementation of the kernel 'mine'"
+    with pytest.raises(KernelError, match="'mine' has an implementation for 'gpu', which is no device"):
+        Kernel("mine", (biased_gelu,), "... d, d -> ... d", {"gpu": F.gelu})
 
 
 def test_a_kernel_without_a_derivative() -> None:
