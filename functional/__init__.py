@@ -11,6 +11,8 @@ module, ``from torchard.functional import checkpoint`` imports the function.
 """
 
 from torchard.functional.checkpoint import checkpoint
+from torchard.functional.control.cond import cond, switch
+from torchard.functional.control.scan import fori_loop, map, scan
 from torchard.functional.jit import jit
 from torchard.functional.module import Functional, functionalize
 from torchard.functional.repeat import repeat, stack, unstack
@@ -20,13 +22,18 @@ from torchard.functional.trace import name, scope, trace
 __all__ = [
     "Functional",
     "checkpoint",
+    "cond",
+    "fori_loop",
     "functionalize",
     "jit",
+    "map",
     "name",
     "repeat",
     "saved_residuals",
+    "scan",
     "scope",
     "stack",
+    "switch",
     "trace",
     "unstack",
 ]

@@ -26,6 +26,7 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.engine.lowered_function import width
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.binding import BoundLater, Compiling
+from torchard.functional.execution.choices import outlined
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.donated import donated_parts, own
 from torchard.functional.execution.failures import compiled_failed
@@ -189,10 +190,16 @@ class Compile(Rewrite):
             part = fx.GraphModule(torch.nn.Module(), graph)
             return _Compiled(part, compiled(graph, program.name), self.backend, progress)
 
+        def block(graph: fx.Graph) -> Bound:
+            graph = outlined(graph, block) or graph
+            outer = by_regions(graph, region)
+            return region(graph) if outer is None else compiled(outer, program.name)
+
         # Arguments of a forward are residuals, too.
         whole_step = self.backend == "inductor" and not HALVES.on(program.output)
         donated = donated_parts(program) if whole_step else []
-        outer = by_regions(module.graph, region, may_write=whole_step)
+        graph = outlined(module.graph, block) or module.graph
+        outer = by_regions(graph, region, may_write=whole_step)
         if outer is not None:
             for run, positions in donated_operands(outer, donated).items() if whole_step else ():
                 assert isinstance(run, _Compiled)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.control.iteration import trace_shapes
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import LoopError
@@ -33,7 +34,7 @@ from torchard.functional.layer_equality import (
 )
 from torchard.functional.modules.rows import LayerTables
 from torchard.functional.programs.tags import VAL
-from torchard.functional.repeat import apply_layers, trace_shapes
+from torchard.functional.repeat import apply_layers
 from torchard.functional.tracing.object_results import register_torch_nodes, with_objects
 from torchard.functional.tracing.trace_call import OutTree
 from torchard.functional.tracing.trace_state import active

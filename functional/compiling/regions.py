@@ -18,6 +18,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.compiling.compiler_repairs import WRITES
+from torchard.functional.execution.choices import Conditional
 from torchard.functional.execution.reinplacing import written_base
 from torchard.functional.programs.graphs import computation, extracted
 from torchard.functional.programs.kernel_call import Fused
@@ -136,11 +137,11 @@ def _is_inside(node: fx.Node) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Whether a kernel computes it, outside of what is compiled."""
+    """Whether a kernel computes it, outside of what is compiled, or a conditional."""
     target = node.target
     if target is operator.getitem:
         return _is_kernel(node.all_input_nodes[0])
-    return isinstance(target, Update) or (isinstance(target, Fused) and target.opaque)
+    return isinstance(target, (Update, Conditional)) or (isinstance(target, Fused) and target.opaque)
 
 
 def _task(node: fx.Node) -> str:

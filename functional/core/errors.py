@@ -6,6 +6,7 @@ from typing import Any
 
 __all__ = [
     "AccumulateError",
+    "BranchError",
     "CheckpointError",
     "CollectiveError",
     "DerivativeError",
@@ -131,6 +132,21 @@ class PipelineError(ValueError):
         ...
     torchard.PipelineError: pipeline(<lambda>, stages=...): 'block/*' matches no scope; label its
         layers with torchard.scope.
+    """
+
+
+class BranchError(ValueError):
+    """The branches of a conditional, or what chooses among them, do not fit together.
+
+    >>> import torch, torchard as ta
+    >>> @ta.jit
+    ... def f(x):
+    ...     return ta.cond(x.sum() > 0, lambda x: x, lambda x: x.sum(), x)
+    >>> f(torch.ones(3))
+    Traceback (most recent call last):
+        ...
+    torchard.BranchError: cond: of branch true its result is float32[3], and of branch false
+        float32[]; branches must return the same shapes and dtypes.
     """
 
 

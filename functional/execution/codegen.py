@@ -12,7 +12,8 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.effects.in_place import WRITTEN_VIEWS
-from torchard.functional.execution.collecting import Rows, Total, row_of, taken
+from torchard.functional.execution.choices import outlined
+from torchard.functional.execution.collecting import Rows, Total, copied, row_of, taken
 from torchard.functional.execution.donated import Owned
 from torchard.functional.execution.failures import failed
 from torchard.functional.execution.instructions import (
@@ -35,7 +36,6 @@ from torchard.functional.execution.instructions import (
     Write,
 )
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
-from torchard.functional.execution.scatters import copied
 from torchard.functional.execution.sequencing import instructions_of, what_runs
 from torchard.functional.programs.calls import callee
 from torchard.functional.programs.labels import Label
@@ -77,6 +77,7 @@ def compiled(
         name: the program's name, for messages.
         donated: the positions of inputs whose memory the call may take.
     """
+    graph = outlined(graph, lambda block: compiled(block, name)) or graph
     summed, runs = what_runs(graph, donated)
     names = dict(_COLLECTING)
     body = list(lines_of(runs.instructions, names))

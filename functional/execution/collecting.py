@@ -1,4 +1,4 @@
-"""Values that generated code collects from a loop's iterations: stacked rows, and sums."""
+"""What generated code calls: collectors of a loop's values, stacked or summed, and copies to write to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 
-__all__ = ["Rows", "Total", "new_buffer", "row_of", "taken"]
+__all__ = ["Rows", "Total", "copied", "new_buffer", "row_of", "taken"]
 
 
 def new_buffer(value: torch.Tensor, count: int) -> torch.Tensor:
@@ -94,3 +94,14 @@ def taken(values: list[torch.Tensor | None], i: int) -> torch.Tensor:
 def row_of(stacked: torch.Tensor, i: int) -> torch.Tensor:
     """A row of stacked values."""
     return stacked[i]
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own, with the strides that torch's scatters give it.
+
+    torch's `select_scatter`, `slice_scatter` and `diagonal_scatter` copy all of the storage that their
+    first operand is in (torch 2.13): for a row of a cache, the whole cache.
+    """
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        return x.clone()
+    return x.new_empty_strided(x.shape, x.stride()).copy_(x)

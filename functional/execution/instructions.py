@@ -101,7 +101,7 @@ class Compute(_OfNode):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copied(Compute):
-    """Compute a node that writes its second operand to a part of its first: in a copy (scatters.py)."""
+    """Compute a node that writes its second operand to a part of its first: in a copy (collecting.py)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

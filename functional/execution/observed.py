@@ -10,8 +10,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.effects.in_place import WRITTEN_VIEWS
-from torchard.functional.execution.collecting import new_buffer
-from torchard.functional.execution.scatters import copied
+from torchard.functional.execution.collecting import copied, new_buffer
 from torchard.functional.execution.storages import Fresh, Results
 from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.markers import rows, total

@@ -9,6 +9,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.tensor_spec import is_inexact_dtype
+from torchard.functional.loops.branch_call import BranchCall
 from torchard.functional.loops.call import Gives, LoopCall
 from torchard.functional.loops.derived import (
     batched,
@@ -22,7 +23,7 @@ from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import replay, specs_of
 from torchard.functional.tracing.trace_state import TraceState, active, current_frames, in_frames
 
-__all__ = ["run"]
+__all__ = ["called", "kind_of", "or_zeros", "recorded", "run"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -42,14 +43,14 @@ class _Loop(torch.autograd.Function):
         state = active()
         if state is None:
             return _iterate(loop, operands)
-        return _record(state, loop, operands)
+        return recorded(state, loop, operands)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         loop, *operands = inputs
         count = len(loop.inputs("carry"))
         carries = output[len(output) - count :]
-        ctx.loop, ctx.frames, ctx.shapes = loop, current_frames(), [_kind(x) for x in output]
+        ctx.loop, ctx.frames, ctx.shapes = loop, current_frames(), [kind_of(x) for x in output]
         ctx.save_for_backward(*operands, *carries)
         ctx.save_for_forward(*operands, *carries)
         ctx.set_materialize_grads(False)
@@ -63,10 +64,10 @@ class _Loop(torch.autograd.Function):
         moved = [
             i for i in floating_outputs(loop) if grads[i] is not None or loop.gives[i] == "carry"
         ]
-        cotangents = [_or_zeros(grads[i], ctx.shapes[i]) for i in moved]
+        cotangents = [or_zeros(grads[i], ctx.shapes[i]) for i in moved]
         pulled, constants = pullback(loop, tuple(needed), tuple(moved))
         with in_frames(ctx.frames):
-            gradients = iter(_call(pulled, [*_primals(ctx), *cotangents], constants))
+            gradients = iter(called(pulled, [*_primals(ctx), *cotangents], constants))
         carries = set(floating_carries(loop))
         floating = _floats(loop)
         return None, *(
@@ -86,7 +87,7 @@ class _Loop(torch.autograd.Function):
             for i, (primal, tangent) in enumerate(zip(ctx.saved_tensors, given, strict=False))
             if floating[i] and (i in carries or tangent is not None)
         ]
-        moved_results = _call(pushed, [*_primals(ctx), *moved], constants)
+        moved_results = called(pushed, [*_primals(ctx), *moved], constants)
         for i, tangent in zip(floating_outputs(loop), moved_results, strict=True):
             results[i] = tangent
         return tuple(results)
@@ -107,15 +108,17 @@ class _Loop(torch.autograd.Function):
             for x, dim, m, place in zip(operands, in_dims[1:], mapped, places, strict=True)
         ]
         loop, constants = batched(loop, mapped, info.batch_size)
-        return _call(loop, moved, constants), tuple(int(gives == "rows") for gives in loop.gives)
+        return called(loop, moved, constants), tuple(int(gives == "rows") for gives in loop.gives)
 
 
-def _call(loop: LoopCall, operands: Tensors, constants: Tensors) -> tuple[torch.Tensor, ...]:
-    """A call of a derived loop, whose constants are its last operands."""
+def called(
+    call: LoopCall | BranchCall, operands: Tensors, constants: Tensors
+) -> tuple[torch.Tensor, ...]:
+    """A call of a derived loop or conditional, whose constants are its last operands."""
     state = active()
     if state is not None:
         state.constants.update(map(id, constants))
-    return loop(*operands, *constants)
+    return call(*operands, *constants)
 
 
 def _primals(ctx: Any) -> list[torch.Tensor]:
@@ -128,12 +131,17 @@ def _primals(ctx: Any) -> list[torch.Tensor]:
     return operands
 
 
-def _record(state: TraceState, loop: LoopCall, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    """One node for the loop. It has a derivative: that autograd is off in here means nothing."""
+def recorded(
+    state: TraceState, call: LoopCall | BranchCall, operands: Tensors
+) -> tuple[torch.Tensor, ...]:
+    """One node for a loop or conditional.
+
+    It has a derivative: that autograd is off in here means nothing.
+    """
     known = [_tracked(state, x) for x in operands]
-    results = tuple(internals.fake(state.fakes, spec) for spec in loop.result_specs())
+    results = tuple(internals.fake(state.fakes, spec) for spec in call.result_specs())
     with torch.enable_grad():
-        internals.record_call(state.tracer, loop, known, results)
+        internals.record_call(state.tracer, call, known, results)
     return results
 
 
@@ -177,13 +185,15 @@ def _floats(loop: LoopCall) -> list[bool]:
     ]
 
 
-def _kind(x: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+def kind_of(x: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """The shape, dtype and device of a tensor."""
     return x.shape, x.dtype, x.device
 
 
-def _or_zeros(
+def or_zeros(
     cotangent: torch.Tensor | None, kind: tuple[torch.Size, torch.dtype, torch.device]
 ) -> torch.Tensor:
+    """A cotangent; zeros of this shape, dtype and device if there is none."""
     if cotangent is not None:
         return cotangent
     shape, dtype, device = kind

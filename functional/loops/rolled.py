@@ -22,12 +22,14 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.scope_frames import path_of
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.effects.unused_results import may_have_effects
+from torchard.functional.loops.branch_call import BranchCall, branch_calls
 from torchard.functional.loops.call import LoopCall, loop_calls
 from torchard.functional.programs.graphs import frozen
-from torchard.functional.programs.markers import Loop, again, enter, leave, row, rows, total
+from torchard.functional.programs.markers import Loop, again, chosen, enter, leave, row, rows, total
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit, put
 from torchard.functional.programs.tags import (
+    BRANCH,
     FRAMES,
     LOOP,
     ORIGIN,
@@ -46,7 +48,7 @@ __all__ = ["rolled", "straight_line"]
 
 def rolled(program: Program) -> Program:
     """The program with the bodies of its loops in its graph; loops inside loops are unrolled."""
-    if not loop_calls(program.graph):
+    if not loop_calls(program.graph) and not branch_calls(program.graph):
         return program
     graph = _Rolled(program.graph).run()
     return replace(program, graph=graph)
@@ -71,6 +73,8 @@ class _Rolled:
         for node in self.old.nodes:
             if isinstance(node.target, LoopCall):
                 self.env[node] = _Body(self, node, node.target).run()
+            elif isinstance(node.target, BranchCall):
+                self.env[node] = _Branches(self, node, node.target).run()
             elif isinstance(self.env.get(_whole(node)), list):
                 self.env[node] = self.env[_whole(node)][node.args[1]]
             else:
@@ -84,19 +88,96 @@ def _whole(node: fx.Node) -> Any:
     return node.args[0] if node.target is operator.getitem else None
 
 
-class _Body:
-    """Puts one loop in the graph."""
+class _Inlined:
+    """Puts the operations of a node's programs in the graph."""
 
-    def __init__(self, parent: _Rolled, node: fx.Node, call: LoopCall) -> None:
-        self.parent, self.node, self.call = parent, node, call
-        outside = len(FRAMES.get(node, ()))
-        self.loop = Loop(call.count, call.reverse, call.body.name, outside=outside)
+    def __init__(self, parent: _Rolled, node: fx.Node) -> None:
+        self.parent, self.node = parent, node
         self.graph = parent.new
         self.env: dict[fx.Node, fx.Node] = {}
         self.origins: dict[int, int] = {}
+        self.fakes: Any = VAL.of(next(iter(parent.old.nodes))).fake_mode
+
+    def _after(self, target: Any, value: fx.Node, val: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, (value, *args))
+        inherit(node, self.node)
+        VAL.set(node, val)
+        return node
+
+    def _tag_place(self, made: fx.Node, node: fx.Node) -> None:
+        """The tags that depend on where the loop is."""
+        outer = FRAMES.get(self.node, ())
+        frames = (*outer, *FRAMES.get(node, ()))
+        segments = (
+            *SEGMENTS.get(self.node, ()),
+            *(segment.inside(outer) for segment in SEGMENTS.get(node, ())),
+        )
+        if frames:
+            put(made, {FRAMES: frames, SCOPE: path_of(frames)})
+        if segments:
+            SEGMENTS.set(made, segments)
+        if PHASE.get(self.node) == "backward":
+            PHASE.set(made, "backward")
+        if ORIGIN.on(node):
+            ORIGIN.set(made, self._origin(ORIGIN.of(node)))
+
+    def _origin(self, number: int) -> int:
+        """The number in this program of an operation of the body."""
+        if number not in self.origins:
+            self.parent.origins += 1
+            self.origins[number] = self.parent.origins
+        return self.origins[number]
+
+    def _val(self, val: Any) -> Any:
+        """The fake value, as one of this program's."""
+        if isinstance(val, (tuple, list)):
+            return type(val)(map(self._val, val))
+        if not isinstance(val, torch.Tensor):
+            return val
+        with internals.no_modes():
+            spec = TensorSpec.of(val)
+        return internals.fake(self.fakes, spec)
+
+class _Branches(_Inlined):
+    """Puts one conditional in the graph: all branches, and selections among their results."""
+
+    def __init__(self, parent: _Rolled, node: fx.Node, call: BranchCall) -> None:
+        super().__init__(parent, node)
+        self.call = call
+
+    def run(self) -> list[fx.Node]:
+        """The nodes of its results."""
+        given: Any = self.node.args
+        index, *operands = (self.parent.env[operand] for operand in given)
+        results = [self._branch(branch, operands) for branch in self.call.branches]
+        return [
+            self._after(chosen, index, self._val(VAL.of(node)), *values)
+            for node, *values in zip(self.call.branches[0].results, *results, strict=True)
+        ]
+
+    def _branch(self, branch: Program, operands: list[fx.Node]) -> list[fx.Node]:
+        """The nodes of the results of one branch."""
+        body, taken = straight_line(branch), object()
+        self.env.update(zip(body.placeholders, operands, strict=True))
+        for node in body.calls:
+            made = self.graph.node_copy(node, self.env.__getitem__)
+            self._tag_place(made, node)
+            VAL.set(made, self._val(VAL.of(node)))
+            BRANCH.set(made, taken)
+            self.env[node] = made
+        return [self.env[node] for node in body.results]
+
+
+class _Body(_Inlined):
+    """Puts one loop in the graph."""
+
+    def __init__(self, parent: _Rolled, node: fx.Node, call: LoopCall) -> None:
+        super().__init__(parent, node)
+        self.call = call
+        outside = len(FRAMES.get(node, ()))
+        self.loop = Loop(call.count, call.reverse, call.body.name, outside=outside)
         self.first: fx.Node | None = None
         self.effects: Counter[Hashable] = Counter()
-        self.fakes: Any = VAL.of(next(iter(parent.old.nodes))).fake_mode
 
     def run(self) -> list[fx.Node]:
         """The nodes of the loop's results."""
@@ -131,7 +212,7 @@ class _Body:
         self, node: fx.Node, target: Any, args: Any, kwargs: Any = None, inside: bool = False
     ) -> fx.Node:
         """The node that computes this already, or a new one."""
-        if RECOMPUTE.get(node):
+        if RECOMPUTE.get(node) or BRANCH.on(node):
             return self._add(node, target, args, kwargs, inside)
         key: Hashable = (target, frozen(args), frozen(kwargs or {}), inside and self.loop.count)
         if may_have_effects(target):  # each call counts; a derivative has those of its forward
@@ -175,40 +256,6 @@ class _Body:
             return contextlib.nullcontext()
         return self.graph.inserting_before(self.first)
 
-    def _tag_place(self, made: fx.Node, node: fx.Node) -> None:
-        """The tags that depend on where the loop is."""
-        outer = FRAMES.get(self.node, ())
-        frames = (*outer, *FRAMES.get(node, ()))
-        segments = (
-            *SEGMENTS.get(self.node, ()),
-            *(segment.inside(outer) for segment in SEGMENTS.get(node, ())),
-        )
-        if frames:
-            put(made, {FRAMES: frames, SCOPE: path_of(frames)})
-        if segments:
-            SEGMENTS.set(made, segments)
-        if PHASE.get(self.node) == "backward":
-            PHASE.set(made, "backward")
-        if ORIGIN.on(node):
-            ORIGIN.set(made, self._origin(ORIGIN.of(node)))
-
-    def _origin(self, number: int) -> int:
-        """The number in this program of an operation of the body."""
-        if number not in self.origins:
-            self.parent.origins += 1
-            self.origins[number] = self.parent.origins
-        return self.origins[number]
-
-    def _val(self, val: Any) -> Any:
-        """The fake value, as one of this program's."""
-        if isinstance(val, (tuple, list)):
-            return type(val)(map(self._val, val))
-        if not isinstance(val, torch.Tensor):
-            return val
-        with internals.no_modes():
-            spec = TensorSpec.of(val)
-        return internals.fake(self.fakes, spec)
-
     # -- what leaves the loop ---------------------------------------------------------------------
 
     def _results(self, body: Program) -> list[fx.Node]:
@@ -226,12 +273,6 @@ class _Body:
             else:
                 results.append(self._total(value))
         return results
-
-    def _after(self, target: Any, value: fx.Node, val: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, (value, *args))
-        inherit(node, self.node)
-        VAL.set(node, val)
-        return node
 
     def _stacked(self, value: fx.Node) -> fx.Node:
         count, val = self.loop.count, VAL.of(value)

@@ -18,7 +18,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.effects.in_place import WRITTEN_VIEWS
-from torchard.functional.execution.collecting import Rows, Total, taken
+from torchard.functional.execution.collecting import Rows, Total, copied, taken
 from torchard.functional.execution.instructions import (
     Assign,
     Compute,
@@ -36,7 +36,6 @@ from torchard.functional.execution.instructions import (
     Write,
     executed,
 )
-from torchard.functional.execution.scatters import copied
 from torchard.functional.execution.sequencing import what_runs
 from torchard.functional.programs.labels import Label
 from torchard.functional.torch_internals.operators import aten, c10d

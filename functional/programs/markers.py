@@ -2,8 +2,9 @@
 
 A node in a loop is tagged with it. Its operands are values of the same iteration, of the same iteration
 of another loop with as many (by the index of the row, whatever the order), or of no loop: the same for
-all. These functions say everything else. As operations on the values of one iteration they are simple;
-what runs is code with a loop (execution/loop_code.py), or the unrolled program.
+all. These functions say everything else; `chosen` is what a conditional becomes, in a loop or not. As
+operations on the values of one iteration they are simple; what runs is code with a loop
+(execution/loop_code.py), or the unrolled program.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
+
 __all__ = [
     "COLLECTORS",
     "Iteration",
     "Loop",
     "again",
+    "chosen",
     "enter",
     "is_marker",
     "item",
@@ -121,6 +125,17 @@ def item(values: torch.Tensor, index: int) -> torch.Tensor:
 def total(value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """After a loop: the sum over all its iterations; after a split one, over all its parts'."""
     return value
+
+
+def chosen(index: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+    """The value of an index, 0-d int64, among values of the same shapes and dtypes.
+
+    As an operation it is pointwise in each of them. What only one of them depends on need not be computed
+    unless it is selected (execution/choices.py).
+    """
+    if internals.has_modes():  # without data
+        return torch.empty_like(values[0], memory_format=torch.contiguous_format)
+    return values[int(index)].clone()
 
 
 def is_marker(node: fx.Node) -> bool:

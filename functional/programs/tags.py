@@ -12,6 +12,7 @@ from torchard.functional.programs.tagging import TORCH, Tag, declare
 __all__ = [
     "AHEAD",
     "APART",
+    "BRANCH",
     "COLLECTIVE",
     "CUT",
     "ENDS",
@@ -136,6 +137,15 @@ LOOP: Tag[Loop] = declare(
     follows="place",
 )
 
+BRANCH: Tag[object] = declare(
+    "branch",
+    "the branch of a conditional that the operation is in; computed only if that is taken, it is neither "
+    "merged with equal operations nor saved by a split",
+    written_by="loops/rolled",
+    read_by="loops/rolled, remat/split",
+    follows="place",
+)
+
 ITERATION: Tag[Iteration] = declare(
     "iteration",
     "in an unrolled program, which operation of which loop it is an iteration of",
@@ -147,7 +157,7 @@ AHEAD: Tag[int] = declare(
     "ahead",
     "how many iterations before its own the operation is issued",
     written_by="scheduling/gathers",
-    read_by="compiling/regions, execution/phases, programs/loops, remat/budget",
+    read_by="compiling/regions, execution/choices, execution/phases, programs/loops, remat/budget",
     follows="place",
 )
 

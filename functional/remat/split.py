@@ -19,7 +19,7 @@ from torchard.functional.programs.loops import handed_on, is_apart
 from torchard.functional.programs.markers import COLLECTORS, item
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import HALVES, LOOP, RECOMPUTE, RESIDUAL
+from torchard.functional.programs.tags import BRANCH, HALVES, LOOP, RECOMPUTE, RESIDUAL
 from torchard.functional.programs.views import forward_offloads, is_tuple, is_view, needed_by
 from torchard.functional.torch_internals import ProgramGraph
 
@@ -129,7 +129,9 @@ class JointCut:
 
 
 def _is_recomputed(node: fx.Node) -> bool:
-    return bool(RECOMPUTE.get(node)) or (_is_item(node) and _is_recomputed(_whole(node)))
+    if RECOMPUTE.get(node) or BRANCH.on(node):
+        return True
+    return _is_item(node) and _is_recomputed(_whole(node))
 
 
 def _is_item(node: fx.Node) -> bool:

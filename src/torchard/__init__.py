@@ -7,8 +7,11 @@ defined in `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 
 from torchard import machines, nn, optim, policies, random, transforms, tree
 from torchard.functional.checkpoint import checkpoint
+from torchard.functional.control.cond import cond, switch
+from torchard.functional.control.scan import fori_loop, map, scan
 from torchard.functional.core.errors import (
     AccumulateError,
+    BranchError,
     CheckpointError,
     CollectiveError,
     DerivativeError,
@@ -100,6 +103,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccumulateError",
     "Activations",
+    "BranchError",
     "CheckpointError",
     "CollectiveError",
     "Colwise",
@@ -152,8 +156,10 @@ __all__ = [
     "axis_size",
     "checkpoint",
     "clip_by_global_norm",
+    "cond",
     "constrain",
     "find",
+    "fori_loop",
     "from_dtensor",
     "full",
     "functionalize",
@@ -163,6 +169,7 @@ __all__ = [
     "jit",
     "load",
     "machines",
+    "map",
     "name",
     "nn",
     "optim",
@@ -186,11 +193,13 @@ __all__ = [
     "replaced",
     "save",
     "saved_residuals",
+    "scan",
     "scope",
     "shard",
     "shard_map",
     "stack",
     "stage_specs",
+    "switch",
     "to_dtensor",
     "trace",
     "transforms",

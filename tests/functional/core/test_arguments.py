@@ -122,6 +122,13 @@ CASES: dict[str, Case] = {
         ta.repeat, block=lambda w, x: w * x, stacked=torch.ones(2, 1), x=X, collect=False, key=None,
         index=False, name="block",
     ),
+    "scan": Case(
+        ta.scan, body=lambda c, x: (c, x), carry=X, xs=X, length=None, reverse=False, unroll=1, name="s"
+    ),
+    "fori_loop": Case(ta.fori_loop, lower=0, upper=2, body=lambda i, c: c, carry=X, name="s"),
+    "map": Case(ta.map, fn=double, xs=X, batch_size=None, name="s"),
+    "cond": Case(ta.cond, pred=True, true=lambda: X, false=lambda: X, name="s"),
+    "switch": Case(ta.switch, index=0, branches=[lambda: X], name="s"),
     "stack": Case(ta.stack, trees=[X, X]),
     "unstack": Case(ta.unstack, stacked=X),
     "shard": Case(
@@ -241,6 +248,18 @@ MEANT: dict[str, tuple[str, ...]] = {
     "repeat.key": ("None",),
     "repeat.name": ("a str",),
     "unstack.stacked": ("a tensor",),
+    **dict.fromkeys(
+        ("scan.carry", "fori_loop.carry"),
+        ("None", "an int", "a float", "a dict", "a tensor", "negative", "NaN", "True"),
+    ),
+    **dict.fromkeys(("scan.xs", "map.xs"), ("a tensor",)),
+    **dict.fromkeys(
+        ("scan.name", "fori_loop.name", "map.name", "cond.name", "switch.name"), ("a str",)
+    ),
+    **dict.fromkeys(("fori_loop.lower", "fori_loop.upper", "switch.index"), ("an int", "negative")),
+    **{"scan.length": ("None",), "scan.reverse": ("True",), "scan.unroll": ("an int", "True")},
+    **{"map.fn": ("a function", "a module"), "map.batch_size": ("None", "an int")},
+    **{"cond.pred": ("True",), "cond.false": ("a function", "a module")},
     **dict.fromkeys(("accumulate.batch", "pipeline.batch"), ("negative",)),
     **dict.fromkeys(("pipeline.stages", "stage_specs.specs"), ("None",)),
     "pipeline.microbatches": ("an int",),
@@ -350,7 +369,9 @@ TOLD_BY_OTHERS = {
     ("parallelize.model", "a module"), ("initialize.init", "a function"), ("initialize.init", "a module"),
     ("random.uniform.low", "a tensor"), ("random.uniform.high", "a tensor"),
     ("random.bernoulli.p", "a tensor"), ("repeat.block", "a function"), ("repeat.block", "a module"),
-    ("repeat.stacked", "a tensor"), ("repeat.x", "a tensor"),
+    ("repeat.stacked", "a tensor"), ("repeat.x", "a tensor"), ("scan.body", "a function"),
+    ("scan.body", "a module"), ("fori_loop.body", "a function"), ("fori_loop.body", "a module"),
+    ("cond.true", "a function"), ("cond.true", "a module"),
 }  # fmt: skip
 
 

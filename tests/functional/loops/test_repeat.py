@@ -272,12 +272,12 @@ def test_stack_and_unstack() -> None:
     ("call", "said"),
     [
         (lambda: repeat(layer, {"w": P["w"], "b": P["b"][:2]}, X), r"\['w'\] \[4, 3, 3\]"),
-        (lambda: repeat(layer, {"w": torch.tensor(1.0)}, X), "without a leading dim of layers"),
-        (lambda: repeat(layer, P, 3.0), "the carry must be tensors"),
+        (lambda: repeat(layer, {"w": torch.tensor(1.0)}, X), "without a leading dim"),
+        (lambda: repeat(layer, P, "x"), "the carry must be tensors"),
         (lambda: repeat(lambda p, x: x.float(), P, X), r"is float64\[2, 3\], and the block returned"),
         (lambda: repeat(lambda p, x: (x, x), P, X), "pass collect=True"),
         (lambda: repeat(lambda p, x: x, P, X, collect=True), r"not a pair"),
-        (lambda: repeat(layer, {}, X), "stacked has nothing"),
+        (lambda: repeat(layer, {}, X), "stacked has no layers"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Callable[[], Any], said: str) -> None:

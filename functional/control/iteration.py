@@ -1,0 +1,332 @@
+"""A step that runs n times: as a Python loop, or as one operation of the trace in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core import tree
+from torchard.functional.core import user_lines as source
+from torchard.functional.core.errors import LoopError
+from torchard.functional.core.placed import is_placed
+from torchard.functional.core.scope_frames import Frame, in_iteration
+from torchard.functional.guards.present_cells import with_present_cells
+from torchard.functional.loops.call import Gives, LoopCall, Takes, as_body
+from torchard.functional.loops.differentiated import run
+from torchard.functional.loops.looked_up import take_rows
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import VAL
+from torchard.functional.tracing.signature import ShapeDtype, paths_of, read
+from torchard.functional.tracing.tensor_lifting import is_weak
+from torchard.functional.tracing.trace_call import trace_call
+from torchard.functional.tracing.trace_state import TraceState, active, current_frames, in_frames
+
+__all__ = [
+    "Iteration",
+    "Words",
+    "as_tensor",
+    "counted",
+    "native",
+    "operands_of",
+    "trace_shapes",
+]
+
+
+class Words(NamedTuple):
+    """What messages call things.
+
+    Attributes:
+        who: the public function.
+        body: the function that it runs.
+        carry: what the body hands on.
+        each: one iteration.
+        remedy: what to do with a carry that is no tensor.
+        hint: what to do if the body returned a carry of another structure.
+        numbers: whether leaves of the first carry may be numbers, and None.
+    """
+
+    who: str
+    body: str
+    carry: str
+    each: str
+    remedy: str
+    hint: str
+    numbers: bool = True
+
+
+@dataclass
+class Iteration:
+    """``count`` runs of a step, each of which hands its carry to the next.
+
+    Attributes:
+        words: what messages call things.
+        fn: the step, ``(carry, row, *shared) -> (carry, y)``.
+        frame: the frame of each iteration.
+        count: the number of iterations; 0 returns the carry, and ys without rows.
+        reverse: whether the last row is first.
+        number: the leaf of the rows that is the number of the iteration, if there is one.
+    """
+
+    words: Words
+    fn: Callable[..., tuple[Any, Any]]
+    frame: Frame
+    count: int
+    reverse: bool = False
+    number: torch.Tensor | None = None
+
+    def __call__(self, rows: Any, carry: Any, shared: Sequence[Any] = ()) -> tuple[Any, Any]:
+        """The last carry, and the ys of all iterations, stacked.
+
+        Args:
+            rows: a tree whose tensors have a leading dim of ``count``; None leaves are handed on.
+            carry: a tree of tensors, numbers and None.
+            shared: further arguments of the step, the same each time.
+        """
+        carry = self._first(rows, carry, shared)
+        step, state = _Step(self.words, self.fn, carry), active()
+        if self.count == 0:
+            return carry, self._none(step, rows, carry, shared)
+        if state is None or state.align_operands is not list:
+            return self._loop(step, rows, carry, shared)  # in a shard_map, values vary over the mesh
+        return self._traced(state, step, rows, carry, shared)
+
+    def one_by_one(self, rows: Any, carry: Any, shared: Sequence[Any] = ()) -> tuple[Any, Any]:
+        """The same, without a loop in the program."""
+        carry = self._first(rows, carry, shared)
+        return self._loop(_Step(self.words, self.fn, carry), rows, carry, shared)
+
+    def _first(self, rows: Any, carry: Any, shared: Sequence[Any]) -> Any:
+        """The carry with numbers as tensors without dims, in the dtypes that the step returns."""
+        leaves, structure = tree.flatten(carry)
+        for path, leaf in zip(tree.paths(carry, self.words.carry), leaves, strict=True):
+            also = self.words.numbers and (is_number(leaf) or leaf is None)
+            if not (also or isinstance(leaf, torch.Tensor) or is_placed(leaf)):
+                raise LoopError(
+                    f"{self.words.who}: {path} is {text_of(leaf)}; the carry must be tensors. "
+                    f"{self.words.remedy}"
+                )
+        weak = [i for i, leaf in enumerate(leaves) if is_number(leaf)]
+        if not weak:
+            return carry
+        device = _device((rows, carry))
+        leaves = [as_tensor(leaf, device) for leaf in leaves]
+        program = trace_shapes(
+            self.fn, tree.unflatten(structure, leaves), tree.map(_shape_of_row, rows), *shared
+        )
+        tensors = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        returned = dict(zip(tensors, program.results, strict=False))
+        for i in weak:
+            if i in returned:
+                dtype = VAL.of(returned[i]).dtype
+                leaves[i] = leaves[i].to(torch.promote_types(leaves[i].dtype, dtype))
+        return tree.unflatten(structure, leaves)
+
+    def _none(self, step: _Step, rows: Any, carry: Any, shared: Sequence[Any]) -> Any:
+        """The ys of no iterations."""
+        program = self._body(step, rows, carry, shared)
+        vals = [VAL.of(node) for node in program.results]
+        with internals.no_modes():
+            specs = [(tuple(val.shape), val.dtype, val.device) for val in vals]
+        made = [torch.empty((0, *shape), dtype=dtype, device=at) for shape, dtype, at in specs]
+        return program.out_tree.build(made)[1]
+
+    def _loop(self, step: _Step, rows: Any, carry: Any, shared: Sequence[Any]) -> tuple[Any, Any]:
+        """Run the Python loop."""
+        leaves, structure = tree.flatten(rows)
+        parts = [[None] * self.count if leaf is None else leaf.unbind(0) for leaf in leaves]
+        collected = []
+        order = range(self.count)
+        for i in order[::-1] if self.reverse else order:
+            frame = replace(self.frame, name=in_iteration(self.frame.name, i), iterated=False)
+            with in_frames((*current_frames(), frame)):
+                row = tree.unflatten(structure, [part[i] for part in parts])
+                carry, y = step(carry, row, shared)
+            collected.append(y)
+        return carry, tree.map(_stacked, *(collected[::-1] if self.reverse else collected))
+
+    def _traced(
+        self, state: TraceState, step: _Step, rows: Any, carry: Any, shared: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        """The loop as one operation of the trace in progress."""
+        present = with_present_cells(step.fn)
+        program = self._body(step, rows, carry, shared)
+        step.fn = present  # what derivatives may run again
+        of_rows, carried, others = (operands_of(each) for each in (rows, carry, shared))
+        others += [closure.value for closure in program.closures]
+        state.constants.update(map(id, program.constants))
+        operands = (*of_rows, *carried, *others, *program.constants)
+        natives = [native(state, operand) for operand in operands]
+        takes: list[Takes] = ["row"] * len(of_rows)
+        takes += ["carry"] * len(carried)
+        takes += ["shared"] * (len(natives) - len(takes))
+        gives: list[Gives] = ["carry"] * len(carried)
+        gives += ["rows"] * (len(program.outputs) - len(carried))
+        body, taken = as_body(program), tuple(takes)
+        if self.number is not None:
+            number = next(i for i, leaf in enumerate(of_rows) if leaf is self.number)
+            taken = take_rows(body, taken, number, self.count)
+        call = LoopCall(body, taken, tuple(gives), self.count, self.reverse, run)
+        state.asks.extend(program.asks)
+        last, ys = program.out_tree.build(call(*natives))
+        return last, ys
+
+    def _body(self, step: _Step, rows: Any, carry: Any, shared: Sequence[Any]) -> Program:
+        """The program of one application."""
+
+        def body(row: Any, carry: Any, shared: Any) -> Any:
+            with in_frames((*current_frames(), self.frame)):
+                return step(carry, row, shared)
+
+        body.__name__ = getattr(step.fn, "__name__", self.frame.name)
+        return trace_shapes(body, tree.map(_shape_of_row, rows), carry, tuple(shared))
+
+
+Kind = tuple[tuple[int, ...], torch.dtype] | None
+
+
+class _Step:
+    """One application of a step, whose carry is checked against the one that it received."""
+
+    def __init__(self, words: Words, fn: Callable[..., Any], carry: Any) -> None:
+        self.words, self.fn = words, fn
+        self.kinds = _kinds(carry)
+        self.structure = tree.structure(carry)
+        self.paths = tree.paths(carry, words.carry)
+
+    def __call__(self, carry: Any, row: Any, shared: Sequence[Any]) -> tuple[Any, Any]:
+        carry, y = self.fn(carry, row, *shared)
+        device = _device(carry)
+        carry, y = (tree.map(lambda leaf: as_tensor(leaf, device), each) for each in (carry, y))
+        self._check(carry)
+        return carry, y
+
+    def _check(self, carry: Any) -> None:
+        who, body, name, each, _, hint, _ = self.words
+        if tree.structure(carry) != self.structure:
+            raise LoopError(
+                f"{source.begins_here()}{who}: the {body} returned {tree.structure(carry)} for "
+                f"{_one(name)} of {self.structure}; the next {each} receives this result, so it must "
+                f"have the structure of {name}. {hint}"
+            )
+        for path, known, new in zip(self.paths, self.kinds, _kinds(carry), strict=True):
+            if known != new:
+                raise LoopError(
+                    f"{source.begins_here()}{who}: {path} is {_kind_text(known)}, and the {body} "
+                    f"returned {_kind_text(new)}; the next {each} receives this result, so it must "
+                    f"have the shape and dtype of {name}. Convert it in the {body}, or {name} before."
+                )
+
+
+def counted(who: str, root: str, rows: Any, none: str) -> int | None:
+    """The one leading dim of all tensors in a tree; None if there are no tensors.
+
+    Raises:
+        LoopError: a leaf has no leading dim, or two differ.
+
+    Args:
+        none: what to do with a leaf that has no leading dim.
+    """
+    counts: dict[int, str] = {}
+    for path, leaf in zip(tree.paths(rows, root), tree.leaves(rows), strict=True):
+        if leaf is None:
+            continue
+        shape = tuple(getattr(leaf, "shape", ()))
+        if not shape:
+            raise LoopError(f"{who}: {path} is {text_of(leaf)}, without a leading dim. {none}")
+        counts.setdefault(int(shape[0]), f"{path} {list(shape)}")
+    if len(counts) > 1:
+        raise LoopError(
+            f"{who}: {root} has {' and '.join(counts.values())}; all leaves have one leading dim, the "
+            "number of iterations."
+        )
+    return next(iter(counts), None)
+
+
+def trace_shapes(fn: Callable[..., Any], *args: Any) -> Program:
+    """The program of a call with arguments of these shapes and dtypes, whatever they are."""
+    args = tree.map(_shape_of, args)
+    arguments, grad_mode = read(args, {}), torch.is_grad_enabled()
+    return trace_call(fn, arguments, paths_of(args, {}), grad_mode=grad_mode, called=False)
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python number, or a traced argument that was one."""
+    if isinstance(leaf, torch.Tensor):
+        return is_weak(leaf)
+    return isinstance(leaf, (bool, int, float, complex))
+
+
+def as_tensor(leaf: Any, device: torch.device | None) -> Any:
+    """A number as a tensor without dims; other leaves as they are."""
+    if not is_number(leaf):
+        return leaf
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(torch.get_default_dtype())
+    return torch.full((), leaf, device=device)
+
+
+def text_of(leaf: Any) -> str:
+    """A leaf, in messages."""
+    shape = getattr(leaf, "shape", None)
+    return repr(leaf) if shape is None else f"a tensor of shape {list(shape)}"
+
+
+def _one(name: str) -> str:
+    return f"{'an' if name[0] in 'aeioux' else 'a'} {name}"
+
+
+def _kinds(carry: Any) -> list[Kind]:
+    return [
+        (tuple(leaf.shape), leaf.dtype) if hasattr(leaf, "dtype") else None
+        for leaf in tree.leaves(carry)
+    ]
+
+
+def _kind_text(kind: Kind) -> str:
+    return "no tensor" if kind is None else f"{kind[1]}{list(kind[0])}".removeprefix("torch.")
+
+
+def _device(values: Any) -> torch.device | None:
+    return next((leaf.device for leaf in tree.leaves(values) if hasattr(leaf, "device")), None)
+
+
+def _stacked(*ys: Any) -> Any:
+    if ys[0] is None:
+        return None
+    return torch.stack(ys)
+
+
+def _shape_of_row(leaf: Any) -> Any:
+    return None if leaf is None else ShapeDtype(tuple(leaf.shape[1:]), leaf.dtype, leaf.device)
+
+
+def _shape_of(leaf: Any) -> Any:
+    """The placeholder of an argument of the body while it is traced."""
+    if is_placed(leaf):
+        shape, dtype, device = leaf.__torchard_placed__()[:3]
+        return ShapeDtype(tuple(shape), dtype, device)
+    if isinstance(leaf, torch.Tensor) and not is_weak(leaf):
+        return ShapeDtype(tuple(leaf.shape), leaf.dtype, leaf.device)
+    return leaf
+
+
+def operands_of(values: Any) -> list[Any]:
+    """The leaves that are operands of the loop; others are constants of its body."""
+    return [
+        leaf
+        for leaf in tree.leaves(values)
+        if isinstance(leaf, (torch.Tensor, float)) or is_placed(leaf)
+    ]
+
+
+def native(state: TraceState, value: Any) -> torch.Tensor:
+    """A value as an operand of an operation of a trace."""
+    if isinstance(value, float):
+        return torch.scalar_tensor(value, dtype=torch.float64)
+    if isinstance(value, torch.Tensor) and state.native(value):
+        return value
+    return state.lift(value)
