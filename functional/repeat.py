@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import torch
 
-from torchard.functional.control.iteration import Iteration, Words, counted
+from torchard.functional.control.iteration import Iterated, Wording, counted
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import Like, checked
@@ -73,7 +73,7 @@ def repeat(
     return apply_layers(block, stacked, x, rest, layer, collect=collect, key=key, index=index)
 
 
-_WORDS = Words(
+_WORDS = Wording(
     "repeat",
     "block",
     "x",
@@ -110,7 +110,7 @@ def apply_layers(
         return _pair(result) if collect else (result, None)
 
     step.__name__ = getattr(block, "__name__", layer.name)
-    layers = Iteration(_WORDS, step, layer, count, number=given.get("index"))
+    layers = Iterated(_WORDS, step, layer, count, number=given.get("index"))
     last, ys = layers((stacked, given), x, rest)
     return (last, ys) if collect else last
 

@@ -26,8 +26,8 @@ from torchard.functional.tracing.trace_call import trace_call
 from torchard.functional.tracing.trace_state import TraceState, active, current_frames, in_frames
 
 __all__ = [
-    "Iteration",
-    "Words",
+    "Iterated",
+    "Wording",
     "as_tensor",
     "counted",
     "native",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class Words(NamedTuple):
+class Wording(NamedTuple):
     """What messages call things.
 
     Attributes:
@@ -59,7 +59,7 @@ class Words(NamedTuple):
 
 
 @dataclass
-class Iteration:
+class Iterated:
     """``count`` runs of a step, each of which hands its carry to the next.
 
     Attributes:
@@ -71,7 +71,7 @@ class Iteration:
         number: the leaf of the rows that is the number of the iteration, if there is one.
     """
 
-    words: Words
+    words: Wording
     fn: Callable[..., tuple[Any, Any]]
     frame: Frame
     count: int
@@ -191,7 +191,7 @@ Kind = tuple[tuple[int, ...], torch.dtype] | None
 class _Step:
     """One application of a step, whose carry is checked against the one that it received."""
 
-    def __init__(self, words: Words, fn: Callable[..., Any], carry: Any) -> None:
+    def __init__(self, words: Wording, fn: Callable[..., Any], carry: Any) -> None:
         self.words, self.fn = words, fn
         self.kinds = _kinds(carry)
         self.structure = tree.structure(carry)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import torch
 
-from torchard.functional.control.iteration import Iteration, Words, counted
+from torchard.functional.control.iteration import Iterated, Wording, counted
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import AtLeast, checked
@@ -17,7 +17,7 @@ from torchard.functional.core.scope_frames import Frame
 
 __all__ = ["fori_loop", "map", "scan"]
 
-_WORDS = Words(
+_WORDS = Wording(
     "scan",
     "body",
     "carry",
@@ -85,7 +85,7 @@ def scan(
     every = count if unroll is True else int(unroll)
     if every < 1 and count:
         raise LoopError(f"scan(unroll={unroll!r}): a body has at least one iteration, or all (True).")
-    loop = Iteration(_WORDS, _pairs(body, name), Frame(f"{name}/*", iterated=True), count, reverse)
+    loop = Iterated(_WORDS, _pairs(body, name), Frame(f"{name}/*", iterated=True), count, reverse)
     if count and every >= count:
         return loop.one_by_one(xs, carry)
     return loop(xs, carry) if every <= 1 else _in_chunks(loop, xs, carry, every)
@@ -115,7 +115,7 @@ def _pairs(body: Callable[[Any, Any], Any], name: str) -> Callable[[Any, Any], t
     return step
 
 
-def _in_chunks(loop: Iteration, xs: Any, carry: Any, every: int) -> tuple[Any, Any]:
+def _in_chunks(loop: Iterated, xs: Any, carry: Any, every: int) -> tuple[Any, Any]:
     """A loop of which each iteration is several, and those that remain, which have the last rows."""
     chunks, left = divmod(loop.count, every)
     inner = replace(loop, frame=Frame(), count=every)
@@ -176,7 +176,7 @@ def fori_loop(
     step.__name__ = getattr(body, "__name__", name)
     numbers = torch.arange(lower, max(lower, upper))
     words = _WORDS._replace(who="fori_loop", hint="")
-    loop = Iteration(words, step, Frame(f"{name}/*", iterated=True), len(numbers))
+    loop = Iterated(words, step, Frame(f"{name}/*", iterated=True), len(numbers))
     return loop(numbers, carry)[0]
 
 

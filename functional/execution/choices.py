@@ -2,8 +2,8 @@
 
 In a lowered program the operations of all branches are in the graph, and `chosen` selects among their
 results. `outlined` finds what only one operand of a selection depends on, and puts these operations in a
-block; of the blocks of a `Conditional` one runs. It relies on nothing but the graph: what else reads a value,
-whoever made it do so, has it computed in any case.
+block; of the blocks of a `Conditional` one runs. It relies on nothing but the graph: what anything else
+reads is computed in any case.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional import torch_internals as internals
 from torchard.functional.effects.unused_results import may_have_effects
 from torchard.functional.programs.graphs import extracted
-from torchard.functional.programs.markers import chosen, is_marker
+from torchard.functional.programs.markers import chosen, is_marker, taken
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import AHEAD, LOOP, VAL
 from torchard.functional.programs.views import storage_of
@@ -31,7 +30,7 @@ from torchard.functional.torch_internals.operators import aten
 __all__ = ["Conditional", "outlined"]
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-Compile = Callable[[fx.Graph], Run]
+MakeRun = Callable[[fx.Graph], Run]
 Conditions = frozenset[tuple[int, int]]
 
 
@@ -47,7 +46,7 @@ class Conditional:
     namespace = "torchard_branches"
 
     def __init__(
-        self, blocks: Sequence[fx.Graph], takes: Sequence[Sequence[int]], compile: Compile
+        self, blocks: Sequence[fx.Graph], takes: Sequence[Sequence[int]], compile: MakeRun
     ) -> None:
         self.blocks, self.takes, self.compile = blocks, takes, compile
 
@@ -57,11 +56,11 @@ class Conditional:
         return [self.compile(block) for block in self.blocks]
 
     def __call__(self, index: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        number = 0 if internals.has_modes() else int(index)  # without data: all give the same kinds
+        number = taken(index)
         return tuple(self.runs[number]([operands[i] for i in self.takes[number]]))
 
 
-def outlined(graph: fx.Graph, compile: Compile) -> fx.Graph | None:
+def outlined(graph: fx.Graph, compile: MakeRun) -> fx.Graph | None:
     """The graph with a `Conditional` for its selections; None if it has none.
 
     Args:
@@ -88,7 +87,7 @@ class _Group:
 
 
 class _Outlined:
-    def __init__(self, graph: fx.Graph, compile: Compile) -> None:
+    def __init__(self, graph: fx.Graph, compile: MakeRun) -> None:
         self.old, self.compile = graph, compile
         self.of: dict[fx.Node, _Group] = {}
         self.env: dict[fx.Node, fx.Node] = {}
@@ -179,12 +178,11 @@ class _Outlined:
         args = (self.env[group.index], *(self.env[x] for x in operands))
         call = self.new.call_function(choice, args)
         inherit(call, first, "place")
-        VAL.set(call, tuple(VAL.of(member) for member in group.members))
+        if all(map(VAL.on, group.members)):  # not in the graph of a rank
+            VAL.set(call, tuple(map(VAL.of, group.members)))
         for i, member in enumerate(group.members):
             self.env[member] = self.new.call_function(operator.getitem, (call, i))
             inherit(self.env[member], member, "value")
-            inherit(self.env[member], member, "place")
-            VAL.set(self.env[member], VAL.of(member))
 
 
 def _groups(graph: fx.Graph) -> list[_Group]:
@@ -254,7 +252,6 @@ def _block(
             with graph.inserting_before(output):
                 copy = graph.call_function(aten.clone.default, (value,))
             inherit(copy, value, "value")
-            VAL.set(copy, VAL.of(value))
             value = copy
         taken.add(storage)
         made.append(value)

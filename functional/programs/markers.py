@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import PurityError
 
 __all__ = [
     "COLLECTORS",
@@ -31,6 +32,7 @@ __all__ = [
     "listed",
     "row",
     "rows",
+    "taken",
     "tells_apart",
     "total",
 ]
@@ -133,9 +135,23 @@ def chosen(index: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
     As an operation it is pointwise in each of them. What only one of them depends on need not be computed
     unless it is selected (execution/choices.py).
     """
-    if internals.has_modes():  # without data
-        return torch.empty_like(values[0], memory_format=torch.contiguous_format)
-    return values[int(index)].clone()
+    return values[taken(index)].clone(memory_format=torch.contiguous_format)
+
+
+def taken(index: torch.Tensor) -> int:
+    """The value of an index; 0 for a tensor without data, of which the values are all alike.
+
+    Raises:
+        PurityError: a tracer other than this library's records what runs.
+    """
+    if not isinstance(index, internals.FakeTensor):
+        return int(index)
+    if internals.records_operations():
+        raise PurityError(
+            "a conditional is run under a tracer that is not torchard's, which would record one branch: "
+            "trace the function that calls it with torchard.trace, or take the conditional out of it."
+        )
+    return 0
 
 
 def is_marker(node: fx.Node) -> bool:

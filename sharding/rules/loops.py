@@ -1,4 +1,4 @@
-"""Rules for values that enter and leave the iterations of a loop (functional/programs/loops.py).
+"""Rules for values that enter and leave the iterations of a loop (functional/programs/loops.py); choices.
 
 One iteration is planned for all. The layers of stacked parameters are never split: rows are taken by each
 rank of its own shard of every layer.
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torchard.functional.programs.markers import (
     again,
+    chosen,
     enter,
     item,
     leave,
@@ -39,6 +40,15 @@ def _collected(result: str) -> Callable[[Call], str]:
 
 register_rule(rows, text=_collected("layers ... | whole layers"))
 register_rule(total, text=_collected("..."))
+
+
+def _chosen(call: Call) -> str:
+    # Every rank knows the whole index, so all of them choose alike: a sum of the values may be pending.
+    values = range(1, len(call.ins))
+    return f", {', '.join('...' for _ in values)} -> ... | linear {' '.join(map(str, values))}"
+
+
+register_rule(chosen, text=_chosen)
 
 
 def _listed(call: Call) -> str:
