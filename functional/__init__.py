@@ -13,6 +13,7 @@ module, ``from torchard.functional import checkpoint`` imports the function.
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.control.cond import cond, switch
 from torchard.functional.control.scan import fori_loop, map, scan
+from torchard.functional.control.while_loop import while_loop
 from torchard.functional.jit import jit
 from torchard.functional.module import Functional, functionalize
 from torchard.functional.repeat import repeat, stack, unstack
@@ -36,4 +37,5 @@ __all__ = [
     "switch",
     "trace",
     "unstack",
+    "while_loop",
 ]

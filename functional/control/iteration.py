@@ -27,6 +27,7 @@ from torchard.functional.tracing.trace_state import TraceState, active, current_
 
 __all__ = [
     "Iterated",
+    "Step",
     "Wording",
     "as_tensor",
     "counted",
@@ -86,8 +87,8 @@ class Iterated:
             carry: a tree of tensors, numbers and None.
             shared: further arguments of the step, the same each time.
         """
-        carry = self._first(rows, carry, shared)
-        step, state = _Step(self.words, self.fn, carry), active()
+        carry = self.first(rows, carry, shared)
+        step, state = self.step(carry), active()
         if self.count == 0:
             return carry, self._none(step, rows, carry, shared)
         if state is None or state.align_operands is not list:
@@ -96,10 +97,14 @@ class Iterated:
 
     def one_by_one(self, rows: Any, carry: Any, shared: Sequence[Any] = ()) -> tuple[Any, Any]:
         """The same, without a loop in the program."""
-        carry = self._first(rows, carry, shared)
-        return self._loop(_Step(self.words, self.fn, carry), rows, carry, shared)
+        carry = self.first(rows, carry, shared)
+        return self._loop(self.step(carry), rows, carry, shared)
 
-    def _first(self, rows: Any, carry: Any, shared: Sequence[Any]) -> Any:
+    def step(self, carry: Any) -> Step:
+        """One application, whose carries are checked against the first one."""
+        return Step(self.words, self.fn, carry)
+
+    def first(self, rows: Any, carry: Any, shared: Sequence[Any] = ()) -> Any:
         """The carry with numbers as tensors without dims, in the dtypes that the step returns."""
         leaves, structure = tree.flatten(carry)
         for path, leaf in zip(tree.paths(carry, self.words.carry), leaves, strict=True):
@@ -125,7 +130,7 @@ class Iterated:
                 leaves[i] = leaves[i].to(torch.promote_types(leaves[i].dtype, dtype))
         return tree.unflatten(structure, leaves)
 
-    def _none(self, step: _Step, rows: Any, carry: Any, shared: Sequence[Any]) -> Any:
+    def _none(self, step: Step, rows: Any, carry: Any, shared: Sequence[Any]) -> Any:
         """The ys of no iterations."""
         program = self._body(step, rows, carry, shared)
         vals = [VAL.of(node) for node in program.results]
@@ -134,7 +139,7 @@ class Iterated:
         made = [torch.empty((0, *shape), dtype=dtype, device=at) for shape, dtype, at in specs]
         return program.out_tree.build(made)[1]
 
-    def _loop(self, step: _Step, rows: Any, carry: Any, shared: Sequence[Any]) -> tuple[Any, Any]:
+    def _loop(self, step: Step, rows: Any, carry: Any, shared: Sequence[Any]) -> tuple[Any, Any]:
         """Run the Python loop."""
         leaves, structure = tree.flatten(rows)
         parts = [[None] * self.count if leaf is None else leaf.unbind(0) for leaf in leaves]
@@ -149,7 +154,7 @@ class Iterated:
         return carry, tree.map(_stacked, *(collected[::-1] if self.reverse else collected))
 
     def _traced(
-        self, state: TraceState, step: _Step, rows: Any, carry: Any, shared: Sequence[Any]
+        self, state: TraceState, step: Step, rows: Any, carry: Any, shared: Sequence[Any]
     ) -> tuple[Any, Any]:
         """The loop as one operation of the trace in progress."""
         present = with_present_cells(step.fn)
@@ -174,7 +179,7 @@ class Iterated:
         last, ys = program.out_tree.build(call(*natives))
         return last, ys
 
-    def _body(self, step: _Step, rows: Any, carry: Any, shared: Sequence[Any]) -> Program:
+    def _body(self, step: Step, rows: Any, carry: Any, shared: Sequence[Any]) -> Program:
         """The program of one application."""
 
         def body(row: Any, carry: Any, shared: Any) -> Any:
@@ -188,7 +193,7 @@ class Iterated:
 Kind = tuple[tuple[int, ...], torch.dtype] | None
 
 
-class _Step:
+class Step:
     """One application of a step, whose carry is checked against the one that it received."""
 
     def __init__(self, words: Wording, fn: Callable[..., Any], carry: Any) -> None:

@@ -19,13 +19,22 @@ from torchard.functional.programs.tags import VAL
 from torchard.functional.tracing.purify import purify, replay, specs_of
 from torchard.functional.tracing.record import record
 
-__all__ = ["batched", "derived_program", "joint", "pullback", "pushforward", "split_inputs"]
+__all__ = [
+    "batched",
+    "callable_of",
+    "derived_program",
+    "joint",
+    "pullback",
+    "pushforward",
+    "split_inputs",
+    "with_tangents",
+]
 
 Fn = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 Vjp = Callable[[list[torch.Tensor]], tuple[list[Any], list[Any]]]
 
 
-def _callable(program: Program) -> Fn:
+def callable_of(program: Program) -> Fn:
     """The program as a function of all its inputs.
 
     A graph does not record ``no_grad`` regions or custom autograd.Functions. In those cases the original
@@ -114,7 +123,7 @@ class _Vjp(NamedTuple):
 
 
 def _vjp(program: Program, mask: Sequence[bool], count: int, cotangents: int) -> _Vjp:
-    f = _callable(program)
+    f = callable_of(program)
     floats = [is_inexact_dtype(spec.dtype) for spec in _out_specs(program)]
     present: list[bool] = []
     follows: list[bool] = []
@@ -240,7 +249,7 @@ def _restricted(
     constants: Sequence[torch.Tensor],
 ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
     """The floating outputs as a function of some inputs, and the values of these inputs."""
-    f = _callable(program)
+    f = callable_of(program)
     floats = [i for i, spec in enumerate(_out_specs(program)) if is_inexact_dtype(spec.dtype)]
 
     def restricted(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -253,19 +262,19 @@ def _restricted(
     return restricted, tuple(given[i] for i in wanted)
 
 
+def _tangent(leaf: Leaf, spec: TensorSpec, i: int) -> tuple[Leaf, TensorSpec]:
+    """The tangent of an input."""
+    tangent = replace(leaf, path=f"tangent of {leaf.path}", role="tangent", of=i)
+    return tangent, contiguous(spec.shape, spec.dtype, spec.device)
+
+
 def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Program:
     """The function from primals and tangents of the mask's inputs to tangents of floating outputs."""
     program = _as_function(program)
     count, primals = split_inputs(program)
     wanted = [i for i, w in enumerate(mask) if w]
     floats = [i for i, spec in enumerate(_out_specs(program)) if is_inexact_dtype(spec.dtype)]
-    tangents = [
-        (
-            replace(primals[i][0], path=f"tangent of {primals[i][0].path}", role="tangent", of=i),
-            contiguous(primals[i][1].shape, primals[i][1].dtype, primals[i][1].device),
-        )
-        for i in wanted
-    ]
+    tangents = [_tangent(*primals[i], i) for i in wanted]
 
     def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         given, rest = inputs[:count], inputs[count:]
@@ -291,9 +300,51 @@ def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> 
     )
 
 
+def with_tangents(program: Program, mask: Sequence[bool]) -> Program:
+    """The function from primals and tangents of the mask's inputs to outputs, then tangents of floats."""
+    program = _as_function(program)
+    count, primals = split_inputs(program)
+    wanted = [i for i, w in enumerate(mask) if w]
+    is_float = [is_inexact_dtype(spec.dtype) for spec in _out_specs(program)]
+    tangents = [_tangent(*primals[i], i) for i in wanted]
+    f = callable_of(program)
+
+    def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        given, rest = inputs[:count], inputs[count:]
+        constants = rest[len(wanted) :]
+
+        def moved(*values: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            primals = list(given)
+            for i, value in zip(wanted, values, strict=True):
+                primals[i] = value
+            outputs = f([*primals, *constants])
+            pairs = list(zip(outputs, is_float, strict=True))
+            return tuple(x for x, fl in pairs if fl), tuple(x for x, fl in pairs if not fl)
+
+        at = tuple(given[i] for i in wanted)
+        pair: Any = torch.func.jvp(moved, at, tuple(rest[: len(wanted)]), has_aux=True)
+        floats, pushed, others = pair
+        left, right = iter(floats), iter(others)
+        return [*(next(left if fl else right) for fl in is_float), *pushed]
+
+    return derived_program(
+        program,
+        fn,
+        [*primals, *tangents],
+        lambda: [
+            *program.outputs,
+            *(
+                replace(leaf, path=f"tangent of {leaf.path}", role="tangent", of=i)
+                for i, leaf in enumerate(program.outputs)
+                if is_float[i]
+            ),
+        ],
+    )
+
+
 def batched(program: Program, mapped: Sequence[bool], size: int, tags: Sequence[Any]) -> Program:
     """vmap: a new dimension in front of the inputs of the mask and of every output."""
-    f = _callable(program)
+    f = callable_of(program)
     count, primals = split_inputs(program)
     inputs = [
         (leaf.batched(), contiguous((size, *spec.shape), spec.dtype, spec.device))

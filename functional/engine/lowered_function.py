@@ -84,10 +84,9 @@ def _ready(
 
 def _rolled(program: Program, passes: Sequence[Pass]) -> Program:
     """The program with loops; equal layers become a loop if all passes read loops."""
-    program = rolled(program)
-    if passes and all(one.reads_loops for one in passes):
-        program = recognised(program)
-    return program
+    read = all(one.reads_loops for one in passes)
+    program = rolled(program, is_part=not read)
+    return recognised(program) if passes and read else program
 
 
 def stack_of(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Rewrite, ...]:

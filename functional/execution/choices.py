@@ -9,7 +9,7 @@ reads is computed in any case.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -120,16 +120,32 @@ class _Outlined:
 
     def _conditions(self) -> dict[fx.Node, Conditions]:
         """Under which choices of which groups each value is read at all; none if in any case."""
+        common: dict[int, Conditions] = {}
+        while True:  # until those of a group, which is one choice, are those of all its members
+            found = self._found(common)
+            before, common = common, {
+                group.number: frozenset.intersection(*(found[member] for member in group.members))
+                for group in self.groups
+            }
+            if common == before:
+                break
+        for node in self.old.nodes:  # a tuple and its items stay together
+            if node.target is operator.getitem:
+                found[node] = found[node.all_input_nodes[0]]
+        return found
+
+    def _found(self, common: Mapping[int, Conditions]) -> dict[fx.Node, Conditions]:
+        """The conditions of each value, where those of groups are at most these."""
         found: dict[fx.Node, Conditions] = {}
         for node in reversed(self.old.nodes):
             found[node] = frozenset()
             if node.op != "call_function" or _stays(node) or not node.users:
                 continue
             read = [self._read(user, node, found[user]) for user in node.users]
+            group = self.of.get(node)
+            if group is not None and group.number in common:
+                read.append(common[group.number])
             found[node] = frozenset.intersection(*read)
-        for group in self.groups:  # one choice is made of all members
-            common = frozenset.intersection(*(found[member] for member in group.members))
-            found.update(dict.fromkeys(group.members, common))
         return found
 
     def _read(self, user: fx.Node, node: fx.Node, conditions: Conditions) -> Conditions:

@@ -33,6 +33,7 @@ from torchard.functional.execution.instructions import (
     Shifted,
     SlotNames,
     When,
+    While,
     Write,
 )
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
@@ -189,6 +190,11 @@ def lines_of(
             case For(order, body):
                 yield Line(f"for i in range({order.start}, {order.stop}, {order.step}):", None, depth)
                 yield from lines_of(body, names, depth + 1)
+            case While(slot, body):
+                yield Line("i = 0", None, depth)
+                yield Line(f"while bool({slot}):", None, depth)
+                yield from lines_of(body, names, depth + 1)
+                yield Line("i += 1", None, depth + 1)
             case When(rows, body):
                 yield Line(f"if {rows.start} <= i < {rows.stop}:", None, depth)
                 yield from lines_of(body, names, depth + 1)

@@ -46,6 +46,7 @@ __all__ = [
     "Shifted",
     "SlotNames",
     "When",
+    "While",
     "Write",
     "executed",
 ]
@@ -222,6 +223,14 @@ class For(Instruction):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class While(Instruction):
+    """Run a body as long as the value in a slot is true. Rows are the numbers of iterations."""
+
+    slot: str
+    body: Sequence[Instruction]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class When(Instruction):
     """Run a body if the row is within these."""
 
@@ -260,6 +269,8 @@ def executed(
             case For(order, body):
                 for row in order:
                     yield from executed(body, row)
+            case While(_, body):  # one iteration stands for all
+                yield from executed(body, 0)
             case When(rows, body):
                 if i in rows:
                     yield from executed(body, i)

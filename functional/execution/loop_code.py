@@ -27,10 +27,11 @@ from torchard.functional.execution.instructions import (
     Shifted,
     SlotNames,
     When,
+    While,
 )
 from torchard.functional.execution.phases import phases_of
 from torchard.functional.programs.loops import carried, handed_on, is_apart, reads_alone
-from torchard.functional.programs.markers import Loop, again, enter, item, row, rows, total
+from torchard.functional.programs.markers import Loop, again, enter, goes_on, item, row, rows, total
 from torchard.functional.programs.tags import LOOP
 
 __all__ = ["Lives", "dropped", "loop_instructions", "operation"]
@@ -204,7 +205,12 @@ class _LoopInstructions:
         order, phases = self.loop.order(), self.phases
         if phases.ahead:
             yield For(order[: phases.distance], list(self._issue()))
-        yield For(order, list(self._iteration()))
+        body = list(self._iteration())
+        going = next((n for n in self.nodes if n.target is goes_on), None)
+        if going is None:
+            yield For(order, body)
+        else:
+            yield While(self.lives.slots[going.all_input_nodes[0]], body)
         if phases.late:
             yield For(order[-1:], list(self._await()))
         gone = self.lives.dead_after(self.nodes[0])
@@ -302,7 +308,7 @@ class _LoopInstructions:
             saves = [saved[node]] if node in saved else []
             if kept and node.target is not again:
                 saves += _keep(node, lives, slots)
-            if node.target in (enter, again, row):
+            if node.target in (enter, again, goes_on, row):
                 if node.target is row:
                     yield self._row(node, slots[node])
                 yield from saves
@@ -373,7 +379,7 @@ def _last_reads(nodes: Sequence[fx.Node]) -> dict[fx.Node | None, list[fx.Node]]
     """By node, the values that the iteration does not read after it; by None, those that it hands on."""
     last: dict[fx.Node, fx.Node | None] = {}
     for node in nodes:
-        if node.target is not again:
+        if node.target not in (again, goes_on):
             last[node] = node
             last.update(dict.fromkeys(filter(LOOP.on, node.all_input_nodes), node))
     for node in nodes:

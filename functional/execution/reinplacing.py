@@ -52,6 +52,7 @@ from torchard.functional.execution.instructions import (
     Shifted,
     SlotNames,
     When,
+    While,
     Write,
 )
 from torchard.functional.execution.reads import (
@@ -323,7 +324,7 @@ class _Rewriting:
 
     def _one(self, each: Instruction) -> Iterator[Instruction]:
         match each:
-            case For() | When() | Shifted():
+            case For() | When() | While() | Shifted():
                 yield replace(each, body=self.all(each.body))
             case Return():
                 yield replace(each, alone=self.alone)
@@ -355,5 +356,5 @@ def _within(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
     """All instructions, those of bodies included."""
     for each in instructions:
         yield each
-        if isinstance(each, (For, When, Shifted)):
+        if isinstance(each, (For, When, While, Shifted)):
             yield from _within(each.body)

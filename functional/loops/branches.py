@@ -36,7 +36,7 @@ def selected(index: torch.Tensor, values: Tensors) -> torch.Tensor:
     """The value of the index, or, if there is one for each example, those of theirs, along dim 0."""
     chosen = values[0]
     for k, value in enumerate(values[1:], 1):
-        taken = (index == k).reshape(*index.shape, *[1] * (value.ndim - index.ndim))
+        taken = (index == k).reshape((*index.shape, *[1] * (value.ndim - index.ndim)))
         chosen = torch.where(taken, value, chosen)
     return chosen
 

@@ -39,6 +39,8 @@ class LoopCall:
         count: the number of iterations, at least one.
         reverse: whether the last row is first.
         run: runs the loop under any transform; set by whoever makes it (differentiated.py).
+        is_open: whether it runs as long as its first carry, a 0-d bool, is true; then all inputs are
+            carries and shared operands, all outputs are carries, and ``count`` is 1.
     """
 
     body: Program
@@ -48,6 +50,7 @@ class LoopCall:
     reverse: bool
     run: Callable[[LoopCall, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
     derived: dict[Hashable, Any] = field(default_factory=dict)
+    is_open: bool = False
 
     @property
     def __name__(self) -> str:
@@ -56,7 +59,7 @@ class LoopCall:
     namespace = "torchard_loops"
 
     def __repr__(self) -> str:
-        return f"repeat({self.body.name} × {self.count})"
+        return f"repeat({self.body.name} × {'n' if self.is_open else self.count})"
 
     def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.run(self, operands)

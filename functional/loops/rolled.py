@@ -25,7 +25,17 @@ from torchard.functional.effects.unused_results import may_have_effects
 from torchard.functional.loops.branch_call import BranchCall, branch_calls
 from torchard.functional.loops.call import LoopCall, loop_calls
 from torchard.functional.programs.graphs import frozen
-from torchard.functional.programs.markers import Loop, again, chosen, enter, leave, row, rows, total
+from torchard.functional.programs.markers import (
+    Loop,
+    again,
+    chosen,
+    enter,
+    goes_on,
+    leave,
+    row,
+    rows,
+    total,
+)
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit, put
 from torchard.functional.programs.tags import (
@@ -46,22 +56,28 @@ from torchard.functional.torch_internals.operators import aten
 __all__ = ["rolled", "straight_line"]
 
 
-def rolled(program: Program) -> Program:
-    """The program with the bodies of its loops in its graph; loops inside loops are unrolled."""
+def rolled(program: Program, is_part: bool = False) -> Program:
+    """The program with the bodies of its loops in its graph; loops inside loops are unrolled.
+
+    Args:
+        is_part: whether the graph becomes part of a loop or a conditional, or its loops must be unrolled:
+            then open loops, which cannot be, stay operations.
+    """
     if not loop_calls(program.graph) and not branch_calls(program.graph):
         return program
-    graph = _Rolled(program.graph).run()
+    graph = _Rolled(program.graph, is_part).run()
     return replace(program, graph=graph)
 
 
 def straight_line(program: Program) -> Program:
     """The program without loops: all iterations, one after the other."""
-    return unrolled(rolled(program))
+    return unrolled(rolled(program, is_part=True))
 
 
 @dataclass
 class _Rolled:
     old: fx.Graph
+    is_part: bool
     new: fx.Graph = field(default_factory=fx.Graph)
     env: dict[fx.Node, Any] = field(default_factory=dict)
     # Operations in loops, and those that are the same in all iterations, by what they compute.
@@ -71,7 +87,7 @@ class _Rolled:
     def run(self) -> fx.Graph:
         self.origins = max((ORIGIN.get(node, 0) for node in self.old.nodes), default=0)
         for node in self.old.nodes:
-            if isinstance(node.target, LoopCall):
+            if isinstance(node.target, LoopCall) and not (self.is_part and node.target.is_open):
                 self.env[node] = _Body(self, node, node.target).run()
             elif isinstance(node.target, BranchCall):
                 self.env[node] = _Branches(self, node, node.target).run()
@@ -175,7 +191,9 @@ class _Body(_Inlined):
         super().__init__(parent, node)
         self.call = call
         outside = len(FRAMES.get(node, ()))
-        self.loop = Loop(call.count, call.reverse, call.body.name, outside=outside)
+        self.loop = Loop(
+            call.count, call.reverse, call.body.name, outside=outside, is_open=call.is_open
+        )
         self.first: fx.Node | None = None
         self.effects: Counter[Hashable] = Counter()
 
@@ -187,6 +205,8 @@ class _Body(_Inlined):
         inputs = body.placeholders
         for placeholder, operand, takes in zip(inputs, operands, self.call.takes, strict=True):
             self.env[placeholder] = self._input(placeholder, operand, takes)
+        if self.call.is_open:
+            self._add(inputs[0], goes_on, (self.env[inputs[0]],), inside=True)
         for node in body.calls:
             self.env[node] = self._operation(node)
         return self._results(body)
@@ -199,7 +219,13 @@ class _Body(_Inlined):
             if made is not operand and LOOP.of(made).count == self.loop.count:
                 return made
             return self._made(placeholder, row, (operand,), inside=True)
+        if self.call.is_open:  # it may leave as it is, after no iteration, but not as an argument
+            operand = self._before(aten.clone.default, operand)
         return self._add(placeholder, enter, (operand,), inside=True)
+
+    def _before(self, target: Any, operand: fx.Node) -> fx.Node:
+        with self._place(target, (), inside=False):
+            return self._after(target, operand, self._val(VAL.of(operand)))
 
     def _operation(self, node: fx.Node) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.env.__getitem__)

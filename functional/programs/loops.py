@@ -9,11 +9,21 @@ from typing import Any
 
 from torch import fx
 
-from torchard.functional.programs.markers import Loop, again, enter, item, listed, row, rows
+from torchard.functional.programs.markers import (
+    Loop,
+    again,
+    enter,
+    goes_on,
+    item,
+    listed,
+    row,
+    rows,
+)
 from torchard.functional.programs.tags import AHEAD, LOOP, STAGE
 
 __all__ = [
     "carried",
+    "going_on",
     "handed_on",
     "is_apart",
     "issued_ahead",
@@ -43,6 +53,14 @@ def handed_on(node: fx.Node) -> list[fx.Node]:
     if node.target is not enter:
         return []
     return [user for user in node.users if user.target is again and user.args[1] is node]
+
+
+def going_on(node: fx.Node) -> list[fx.Node]:
+    """What decides whether there is an iteration that hands on what enters at a node, in an open loop."""
+    if node.target is not enter or not LOOP.of(node).is_open:
+        return []
+    deciding = node.graph.find_nodes(op="call_function", target=goes_on)
+    return [each for each in deciding if LOOP.get(each) is LOOP.of(node)]
 
 
 def is_apart(node: fx.Node) -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "again",
     "chosen",
     "enter",
+    "goes_on",
     "is_marker",
     "item",
     "leave",
@@ -48,6 +49,7 @@ class Loop:
         name: the name of the body.
         first: the first of its rows, which are not 0 to n - 1 if the loop was split in two.
         outside: how many frames the loop is in; those of an enclosing loop are not numbered by it.
+        is_open: whether it runs as long as `goes_on` says so; costs are then those of one iteration.
     """
 
     count: int
@@ -55,6 +57,7 @@ class Loop:
     name: str
     first: int = 0
     outside: int = 0
+    is_open: bool = False
 
     @property
     def span(self) -> range:
@@ -93,6 +96,14 @@ def again(value: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
 
 # Even if the last value is not read, the next iteration reads the value of this iteration.
 fx.has_side_effect(again)
+
+
+def goes_on(entered: torch.Tensor) -> torch.Tensor:
+    """In an open loop: whether there is an iteration, by the 0-d bool that enters it."""
+    return entered
+
+
+fx.has_side_effect(goes_on)
 
 
 def listed(values: list[torch.Tensor]) -> torch.Tensor:
@@ -159,7 +170,7 @@ def is_marker(node: fx.Node) -> bool:
     return node.target in _MARKERS
 
 
-_MARKERS = (enter, again, listed, row, leave, rows, item, total)
+_MARKERS = (enter, again, goes_on, listed, row, leave, rows, item, total)
 # Markers that read values of all iterations, or of the last iteration, after a loop.
 COLLECTORS = (leave, rows, total)
 

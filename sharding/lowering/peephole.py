@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.markers import again
+from torchard.functional.programs.markers import again, goes_on
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import LOOP, SHAPE, STAGE
 from torchard.functional.torch_internals.operators import aten, c10d
@@ -35,7 +35,7 @@ def fold_views(graph: fx.Graph) -> None:
 
 def _must_stay(node: fx.Node) -> bool:
     """Whether a node must be kept whose result is unused here: other ranks or iterations wait for it."""
-    return node.op in ("placeholder", "output") or STAGE.on(node) or node.target is again
+    return node.op in ("placeholder", "output") or STAGE.on(node) or node.target in (again, goes_on)
 
 
 def _fold_reshape(node: fx.Node, source: fx.Node) -> None:

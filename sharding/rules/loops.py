@@ -12,6 +12,7 @@ from torchard.functional.programs.markers import (
     again,
     chosen,
     enter,
+    goes_on,
     item,
     leave,
     listed,
@@ -23,7 +24,7 @@ from torchard.sharding.rules.registry import Call, register_rule
 
 __all__: list[str] = []
 
-register_rule(enter, leave, text="... -> ... | linear 0")
+register_rule(enter, leave, goes_on, text="... -> ... | linear 0")
 register_rule(again, text="..., ... -> ... | linear 0 1")
 register_rule(row, item, text="layers ... -> ... | whole layers | linear 0")
 

@@ -9,6 +9,7 @@ from torchard import machines, nn, optim, policies, random, transforms, tree
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.control.cond import cond, switch
 from torchard.functional.control.scan import fori_loop, map, scan
+from torchard.functional.control.while_loop import while_loop
 from torchard.functional.core.errors import (
     AccumulateError,
     BranchError,
@@ -205,4 +206,5 @@ __all__ = [
     "transforms",
     "tree",
     "unstack",
+    "while_loop",
 ]

@@ -85,6 +85,7 @@ def same(have: Any, want: Any) -> None:
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("unroll", [1, 3, True])
