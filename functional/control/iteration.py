@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ __all__ = [
     "Wording",
     "as_tensor",
     "counted",
+    "in_iteration_of",
     "native",
     "operands_of",
     "trace_shapes",
@@ -146,8 +148,7 @@ class Iterated:
         collected = []
         order = range(self.count)
         for i in order[::-1] if self.reverse else order:
-            frame = replace(self.frame, name=in_iteration(self.frame.name, i), iterated=False)
-            with in_frames((*current_frames(), frame)):
+            with in_iteration_of(self.frame, i):
                 row = tree.unflatten(structure, [part[i] for part in parts])
                 carry, y = step(carry, row, shared)
             collected.append(y)
@@ -198,26 +199,30 @@ class Step:
 
     def __init__(self, words: Wording, fn: Callable[..., Any], carry: Any) -> None:
         self.words, self.fn = words, fn
-        self.kinds = _kinds(carry)
-        self.structure = tree.structure(carry)
+        leaves, self.structure = tree.flatten(carry)
+        self.kinds = _kinds(leaves)
         self.paths = tree.paths(carry, words.carry)
 
     def __call__(self, carry: Any, row: Any, shared: Sequence[Any]) -> tuple[Any, Any]:
         carry, y = self.fn(carry, row, *shared)
-        device = _device(carry)
-        carry, y = (tree.map(lambda leaf: as_tensor(leaf, device), each) for each in (carry, y))
-        self._check(carry)
+        leaves, structure = tree.flatten(carry)
+        if structure != self.structure or _kinds(leaves) != self.kinds:
+            leaves = [as_tensor(leaf, _device(carry)) for leaf in leaves]
+            self._check(leaves, structure)
+            carry = tree.unflatten(structure, leaves)
+        if y is not None and any(map(is_number, tree.leaves(y))):
+            y = tree.map(lambda leaf: as_tensor(leaf, _device(carry)), y)
         return carry, y
 
-    def _check(self, carry: Any) -> None:
+    def _check(self, leaves: list[Any], structure: Any) -> None:
         who, body, name, each, _, hint, _ = self.words
-        if tree.structure(carry) != self.structure:
+        if structure != self.structure:
             raise LoopError(
-                f"{source.begins_here()}{who}: the {body} returned {tree.structure(carry)} for "
+                f"{source.begins_here()}{who}: the {body} returned {structure} for "
                 f"{_one(name)} of {self.structure}; the next {each} receives this result, so it must "
                 f"have the structure of {name}. {hint}"
             )
-        for path, known, new in zip(self.paths, self.kinds, _kinds(carry), strict=True):
+        for path, known, new in zip(self.paths, self.kinds, _kinds(leaves), strict=True):
             if known != new:
                 raise LoopError(
                     f"{source.begins_here()}{who}: {path} is {_kind_text(known)}, and the {body} "
@@ -284,11 +289,8 @@ def _one(name: str) -> str:
     return f"{'an' if name[0] in 'aeioux' else 'a'} {name}"
 
 
-def _kinds(carry: Any) -> list[Kind]:
-    return [
-        (tuple(leaf.shape), leaf.dtype) if hasattr(leaf, "dtype") else None
-        for leaf in tree.leaves(carry)
-    ]
+def _kinds(leaves: Sequence[Any]) -> list[Kind]:
+    return [(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else None for leaf in leaves]
 
 
 def _kind_text(kind: Kind) -> str:
@@ -297,6 +299,14 @@ def _kind_text(kind: Kind) -> str:
 
 def _device(values: Any) -> torch.device | None:
     return next((leaf.device for leaf in tree.leaves(values) if hasattr(leaf, "device")), None)
+
+
+def in_iteration_of(frame: Frame, i: int) -> contextlib.AbstractContextManager[None]:
+    """A context in which operations of a trace are in the iteration of a number."""
+    if active() is None:
+        return contextlib.nullcontext()
+    entered = replace(frame, name=in_iteration(frame.name, i), iterated=False)
+    return in_frames((*current_frames(), entered))
 
 
 def _stacked(*ys: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from torchard.functional.control.scan import scan
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import AtLeast, checked
 from torchard.functional.core.errors import LoopError
-from torchard.functional.core.scope_frames import Frame, in_iteration
+from torchard.functional.core.scope_frames import Frame
 from torchard.functional.guards.present_cells import with_present_cells
 from torchard.functional.loops.branches import selected
 from torchard.functional.loops.open_loops import open_loop
@@ -126,13 +127,17 @@ class _While:
         loop = self._iterated()
         carry = loop.first(None, carry)
         step, going = loop.step(carry), None
-        for i in range(max_steps) if max_steps is not None else _numbers():
+        for _ in range(max_steps) if max_steps is not None else itertools.count():
             here = self.holds(carry)
             going = here if going is None else going & here
-            if not bool(internals.wrapped_in(going)[-1].any() if _is_batched(going) else going):
+            if not _is_batched(going):
+                if not going:
+                    break
+                carry, _none = step(carry, None, ())
+                continue
+            if not internals.wrapped_in(going)[-1].any():
                 break
-            with in_frames((*current_frames(), Frame(in_iteration(f"{self.name}/*", i)))):
-                new, _ = step(carry, None, ())
+            new, _none = step(carry, None, ())
             carry = tree.map(lambda new, old, going=going: _kept(going, new, old), new, carry)
         return carry
 
@@ -193,18 +198,11 @@ class _While:
         return Iterated(_WORDS, lambda carry, _: (self.body(carry), None), Frame(), 1)
 
 
-def _numbers() -> Any:
-    i = 0
-    while True:
-        yield i
-        i += 1
-
-
 def _is_batched(value: torch.Tensor) -> bool:
     return bool(internals.batch_dims(value))
 
 
 def _kept(going: torch.Tensor, new: Any, old: Any) -> Any:
-    if not _is_batched(going) or not isinstance(new, torch.Tensor):
+    if not isinstance(new, torch.Tensor):
         return new
     return selected(going.to(torch.int64), (old, new))

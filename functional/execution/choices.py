@@ -264,12 +264,17 @@ def _block(
     taken, made = set[fx.Node](), list[fx.Node]()
     for value in values:
         storage = storage_of(value)
-        if storage.op == "placeholder" or storage in taken:
-            with graph.inserting_before(output):
-                copy = graph.call_function(aten.clone.default, (value,))
-            inherit(copy, value, "value")
-            value = copy
+        shared = storage.op == "placeholder" or storage in taken
         taken.add(storage)
-        made.append(value)
+        with graph.inserting_before(output):
+            made.append(_contiguous(graph, value, shared))
     output.args = (tuple(made),)
     return graph
+
+
+def _contiguous(graph: fx.Graph, value: fx.Node, shared: bool) -> fx.Node:
+    """A result of a block as a program takes it to be: contiguous, whichever block has run."""
+    target = aten.clone.default if shared else aten.contiguous.default
+    made = graph.call_function(target, (value,), {"memory_format": torch.contiguous_format})
+    inherit(made, value, "value")
+    return made

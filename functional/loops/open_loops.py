@@ -105,14 +105,15 @@ class _Open(torch.autograd.Function):
 
 
 def _iterate(loop: LoopCall, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    carried = len(loop.gives)
-    carries, shared = list(operands[:carried]), operands[carried:]
-    if isinstance(carries[0], internals.FakeTensor):  # without data
-        return tuple(replay(loop.body.graph, [*carries, *shared]))
+    inputs, carried = list(operands), loop.inputs("carry")
+    without_data = isinstance(inputs[0], internals.FakeTensor)
+    while without_data or bool(inputs[0]):
+        for i, value in zip(carried, replay(loop.body.graph, inputs), strict=True):
+            inputs[i] = value
+        if without_data:
+            break
     before = {id(x) for x in operands}
-    while bool(carries[0]):
-        carries = list(replay(loop.body.graph, [*carries, *shared]))
-    return tuple(x.clone() if id(x) in before else x for x in carries)
+    return tuple(x.clone() if id(x) in before else x for x in (inputs[i] for i in carried))
 
 
 def _with_tangents(loop: LoopCall, mask: Sequence[bool]) -> Derived:
