@@ -27,8 +27,8 @@ from torchard.functional.tracing.trace_call import trace_call
 from torchard.functional.tracing.trace_state import TraceState, active, current_frames, in_frames
 
 __all__ = [
+    "Application",
     "Iterated",
-    "Step",
     "Wording",
     "as_tensor",
     "counted",
@@ -102,9 +102,9 @@ class Iterated:
         carry = self.first(rows, carry, shared)
         return self._loop(self.step(carry), rows, carry, shared)
 
-    def step(self, carry: Any) -> Step:
+    def step(self, carry: Any) -> Application:
         """One application, whose carries are checked against the first one."""
-        return Step(self.words, self.fn, carry)
+        return Application(self.words, self.fn, carry)
 
     def first(self, rows: Any, carry: Any, shared: Sequence[Any] = ()) -> Any:
         """The carry with numbers as tensors without dims, in the dtypes that the step returns."""
@@ -132,7 +132,7 @@ class Iterated:
                 leaves[i] = leaves[i].to(torch.promote_types(leaves[i].dtype, dtype))
         return tree.unflatten(structure, leaves)
 
-    def _none(self, step: Step, rows: Any, carry: Any, shared: Sequence[Any]) -> Any:
+    def _none(self, step: Application, rows: Any, carry: Any, shared: Sequence[Any]) -> Any:
         """The ys of no iterations."""
         program = self._body(step, rows, carry, shared)
         vals = [VAL.of(node) for node in program.results]
@@ -141,7 +141,7 @@ class Iterated:
         made = [torch.empty((0, *shape), dtype=dtype, device=at) for shape, dtype, at in specs]
         return program.out_tree.build(made)[1]
 
-    def _loop(self, step: Step, rows: Any, carry: Any, shared: Sequence[Any]) -> tuple[Any, Any]:
+    def _loop(self, step: Application, rows: Any, carry: Any, shared: Sequence[Any]) -> tuple[Any, Any]:
         """Run the Python loop."""
         leaves, structure = tree.flatten(rows)
         parts = [[None] * self.count if leaf is None else leaf.unbind(0) for leaf in leaves]
@@ -155,7 +155,7 @@ class Iterated:
         return carry, tree.map(_stacked, *(collected[::-1] if self.reverse else collected))
 
     def _traced(
-        self, state: TraceState, step: Step, rows: Any, carry: Any, shared: Sequence[Any]
+        self, state: TraceState, step: Application, rows: Any, carry: Any, shared: Sequence[Any]
     ) -> tuple[Any, Any]:
         """The loop as one operation of the trace in progress."""
         present = with_present_cells(step.fn)
@@ -180,7 +180,7 @@ class Iterated:
         last, ys = program.out_tree.build(call(*natives))
         return last, ys
 
-    def _body(self, step: Step, rows: Any, carry: Any, shared: Sequence[Any]) -> Program:
+    def _body(self, step: Application, rows: Any, carry: Any, shared: Sequence[Any]) -> Program:
         """The program of one application."""
 
         def body(row: Any, carry: Any, shared: Any) -> Any:
@@ -194,7 +194,7 @@ class Iterated:
 Kind = tuple[tuple[int, ...], torch.dtype] | None
 
 
-class Step:
+class Application:
     """One application of a step, whose carry is checked against the one that it received."""
 
     def __init__(self, words: Wording, fn: Callable[..., Any], carry: Any) -> None:

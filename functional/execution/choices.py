@@ -8,12 +8,14 @@ reads is computed in any case.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import TopologicalSorter
 from heapq import heapify, heappop, heappush
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import fx
 
 from torchard.functional.effects.unused_results import may_have_effects
 from torchard.functional.programs.graphs import extracted
+from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.markers import chosen, is_marker, taken
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import AHEAD, LOOP, VAL
@@ -206,20 +209,25 @@ def _groups(graph: fx.Graph) -> list[_Group]:
     groups: list[_Group] = []
     latest: dict[Any, _Group] = {}
     after: dict[fx.Node, int] = {}  # as bits: the groups that a node depends on
-    for node in graph.nodes:
-        bits = 0
-        for operand in node.all_input_nodes:
-            bits |= after[operand]
-        if node.target is chosen:
-            key = node.args[0], LOOP.get(node)
-            group = latest.get(key)
-            if group is None or _needed(bits, groups) >> group.number & 1:
-                group = latest[key] = _Group(len(groups), node.all_input_nodes[0])
-                groups.append(group)
-            group.members.append(node)
-            group.after |= bits
-            bits |= 1 << group.number
-        after[node] = bits
+    for loop, unit in groupby(regrouped(graph), key=LOOP.get):
+        nodes = list(unit)
+        for node in nodes:
+            bits = 0
+            for operand in node.all_input_nodes:
+                bits |= after.get(operand, 0)
+            if node.target is chosen:
+                key = node.args[0], loop
+                group = latest.get(key)
+                if group is None or _needed(bits, groups) >> group.number & 1:
+                    group = latest[key] = _Group(len(groups), node.all_input_nodes[0])
+                    groups.append(group)
+                group.members.append(node)
+                group.after |= bits
+                bits |= 1 << group.number
+            after[node] = bits
+        if loop is not None:  # what reads one value of a loop runs after all of it
+            every = functools.reduce(operator.or_, (after[node] for node in nodes))
+            after.update(dict.fromkeys(nodes, every))
     return groups
 
 

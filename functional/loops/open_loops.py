@@ -129,11 +129,12 @@ def _batched(loop: LoopCall, mapped: Sequence[bool], size: int) -> Derived:
     inner = autodiff.batched(loop.body, mapped, size, (None,) * len(loop.gives))
     run_inner = autodiff.callable_of(inner)
     _, given = autodiff.split_inputs(inner)
-    carried = len(loop.gives)
+    carried = loop.inputs("carry")
 
     def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        active, *before = inputs[1 : 1 + carried]
-        after = run_inner(list(inputs[1:]))
+        given = inputs[1:]
+        active, *before = (given[i] for i in carried)
+        after = run_inner(list(given))
         going = after[0] & active
         kept = [
             torch.where(active.reshape((size, *[1] * (new.ndim - 1))), new, old)

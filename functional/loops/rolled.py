@@ -94,7 +94,9 @@ class _Rolled:
             elif isinstance(self.env.get(_whole(node)), list):
                 self.env[node] = self.env[_whole(node)][node.args[1]]
             else:
-                self.env[node] = self.new.node_copy(node, self.env.__getitem__)
+                self.env[node] = made = self.new.node_copy(node, self.env.__getitem__)
+                if made.target is aten.view.default:  # what leaves a body may have other strides
+                    made.target = aten.reshape.default
         sweep(self.new)
         return self.new
 

@@ -126,6 +126,9 @@ CASES: dict[str, Case] = {
         ta.scan, body=lambda c, x: (c, x), carry=X, xs=X, length=None, reverse=False, unroll=1, name="s"
     ),
     "fori_loop": Case(ta.fori_loop, lower=0, upper=2, body=lambda i, c: c, carry=X, name="s"),
+    "while_loop": Case(
+        ta.while_loop, cond=lambda c: False, body=lambda c: c, carry=X, max_steps=None, name="s"
+    ),
     "map": Case(ta.map, fn=double, xs=X, batch_size=None, name="s"),
     "cond": Case(ta.cond, pred=True, true=lambda: X, false=lambda: X, name="s"),
     "switch": Case(ta.switch, index=0, branches=[lambda: X], name="s"),
@@ -249,15 +252,17 @@ MEANT: dict[str, tuple[str, ...]] = {
     "repeat.name": ("a str",),
     "unstack.stacked": ("a tensor",),
     **dict.fromkeys(
-        ("scan.carry", "fori_loop.carry"),
+        ("scan.carry", "fori_loop.carry", "while_loop.carry"),
         ("None", "an int", "a float", "a dict", "a tensor", "negative", "NaN", "True"),
     ),
     **dict.fromkeys(("scan.xs", "map.xs"), ("a tensor",)),
     **dict.fromkeys(
-        ("scan.name", "fori_loop.name", "map.name", "cond.name", "switch.name"), ("a str",)
+        ("scan.name", "fori_loop.name", "map.name", "cond.name", "switch.name", "while_loop.name"),
+        ("a str",),
     ),
     **dict.fromkeys(("fori_loop.lower", "fori_loop.upper", "switch.index"), ("an int", "negative")),
     **{"scan.length": ("None",), "scan.reverse": ("True",), "scan.unroll": ("an int", "True")},
+    **{"while_loop.body": ("a function", "a module"), "while_loop.max_steps": ("None", "an int")},
     **{"map.fn": ("a function", "a module"), "map.batch_size": ("None", "an int")},
     **{"cond.pred": ("True",), "cond.false": ("a function", "a module")},
     **dict.fromkeys(("accumulate.batch", "pipeline.batch"), ("negative",)),
