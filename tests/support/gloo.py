@@ -24,6 +24,7 @@ warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarn
 sys.path.append(str(EXAMPLES))
 
 import gloo_checkpoint  # noqa: E402
+import gloo_control  # noqa: E402
 import gloo_measured  # noqa: E402
 import gloo_operations  # noqa: E402
 import gloo_scatters  # noqa: E402
@@ -71,6 +72,7 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
     **gloo_measured.CHECKS,
     **gloo_operations.CHECKS,
     **gloo_scatters.CHECKS,
+    **gloo_control.CHECKS,
     **gloo_storage.CHECKS,
     **gloo_traces.CHECKS,
 }

@@ -20,7 +20,7 @@ X = torch.tensor([-0.4, -0.6, 0.2], dtype=F64)
 
 
 def going(carry: Any) -> Any:
-    return carry[0].norm() > 0.05
+    return carry[0].norm() > 0.003
 
 
 def body(carry: Any) -> Any:
@@ -70,7 +70,7 @@ EXAMPLES = torch.stack([X, 3 * X, X * 0])
 
 
 @pytest.mark.in_turn(2)
-@pytest.mark.parametrize("most", [None, 100, 3, 0])
+@pytest.mark.parametrize("most", [None, 100, 5, 0])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_equals_the_python_loop(most: int | None, transform: str) -> None:
     made, f, g = TRANSFORMS[transform], ours(most), plain(most)
@@ -88,14 +88,14 @@ def test_equals_the_python_loop(most: int | None, transform: str) -> None:
 
 
 @pytest.mark.in_turn(2)
-@pytest.mark.parametrize("most", [100, 3, 0])
+@pytest.mark.parametrize("most", [100, 5, 0])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_gradients_with_a_bound(most: int, transform: str) -> None:
     made, f, g = TRANSFORMS[transform], ours(most), plain(most)
     same(made(grad(loss(f)))(X), grad(loss(g))(X))
     if transform != "shard":
         same(grad(lambda x: made(loss(f))(x))(X), grad(loss(g))(X))
-    if most == 3:
+    if most == 5:
         same(made(hessian(loss(f)))(X), hessian(loss(g))(X))
         pair = torch.stack([X, 2 * X])
         want = torch.stack([grad(loss(g))(x) for x in pair])

@@ -73,6 +73,13 @@ def test_scatters_of_a_layer_are_one_call(ranks: Results) -> None:
             assert calls == 2, (case, calls)
 
 
+def test_loops_and_branches_by_values_of_all_ranks(ranks: Results) -> None:
+    """All ranks run as many iterations, and take the same branches, with the collectives in them."""
+    for found in every(ranks, "loops_and_branches"):
+        assert found["value"] <= 1e-12 and found["gradient"] <= 1e-12, found
+        assert found["steps"][0] == found["steps"][1] > 1, found
+
+
 def test_sums_of_few_bytes(ranks: Results) -> None:
     """Two ranks exchange what they add up, if it is small: that takes fewer messages, and more memory."""
     exchanged = "all_to_all_single" if len(ranks) == 2 else "all_reduce"

@@ -1,0 +1,47 @@
+"""Loops and branches on real ranks, by conditions of data that is split: what `gloo.py` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.func import grad
+
+from torchard import Mesh, P, cond, full, place, shard, tree, while_loop
+
+__all__ = ["CHECKS"]
+
+
+def _shrunk(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Until the norm of all rows is small; a branch has a product whose sum is completed over ranks."""
+
+    def body(carry: Any) -> Any:
+        x, n = carry
+        mixed = cond(n % 2 == 0, lambda: x * (x.T @ x).tanh().sum() / 99, lambda: x.sin())
+        return torch.tanh(mixed @ w), n + 1
+
+    x, n = while_loop(lambda carry: carry[0].norm() > 0.01, body, (x, 0), 9)
+    return x, n
+
+
+def _loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _shrunk(w, x)[0].square().sum()
+
+
+def loops_and_branches(rank: int, world: int) -> dict[str, Any]:
+    """The largest errors of values and gradients, and the number of iterations, here and alone."""
+    mesh, seed = Mesh({"dp": world}), torch.Generator().manual_seed(5)
+    w = torch.randn(4, 4, generator=seed, dtype=torch.float64) / 1.5
+    x = torch.randn(3 * world + 1, 4, generator=seed, dtype=torch.float64)
+    placed = place(w, mesh, P()), place(x, mesh, P("dp"))
+    have, want = tree.map(full, shard(_shrunk, mesh)(*placed)), _shrunk(w, x)
+    slopes = full(shard(grad(_loss), mesh)(*placed))
+    return {
+        "value": float((have[0] - want[0]).abs().max()),
+        "gradient": float((slopes - grad(_loss)(w, x)).abs().max()),
+        "steps": (int(have[1]), int(want[1])),
+    }
+
+
+CHECKS: dict[str, Callable[[int, int], Any]] = {"loops_and_branches": loops_and_branches}
