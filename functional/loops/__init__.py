@@ -1,4 +1,4 @@
-"""Loops: a body that runs n times, represented once from the trace to the code that runs.
+"""Loops and conditionals: bodies and branches, represented once from the trace to the code that runs.
 
 A loop has two forms. In a traced program it is one node whose target is a `LoopCall` (call.py): a body
 program, and the role of each of its inputs and outputs in the loop. Its derivatives are loops of derived
@@ -28,4 +28,10 @@ A Python loop over equal layers is found when a program is lowered: periods in t
 operations (periods.py), layers whose operands come from the same places (equal_layers.py, layers.py), the
 same layers in a forward and its backward (alignment.py). recognised.py builds the rolled program. Tables
 of which each iteration of `repeat` looks up its row are operands of rows (looked_up.py).
+
+A loop that runs as long as a value is true carries that value first, and nothing of its iterations is
+kept (open_loops.py). A conditional is a node, too, whose target is a `BranchCall` (branch_call.py); its
+derivatives are conditionals of the branches' derivatives (branches.py), so what is not taken has no part
+in them. Rolled, all branches are in the graph, and `chosen` selects among their results; what runs
+computes only what is chosen (execution/choices.py).
 """
