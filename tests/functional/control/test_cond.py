@@ -11,7 +11,19 @@ from torch.func import grad, hessian, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchard as ta
-from torchard import BranchError, Mesh, P, checkpoint, cond, fuse, jit, shard, switch
+from torchard import (
+    BranchError,
+    Mesh,
+    P,
+    PurityError,
+    UnexpectedTracerError,
+    checkpoint,
+    cond,
+    fuse,
+    jit,
+    shard,
+    switch,
+)
 
 F64 = torch.float64
 generator = torch.Generator().manual_seed(0)
@@ -219,3 +231,43 @@ def test_conditionals_in_conditionals_and_in_loops() -> None:
 def test_what_does_not_fit_is_refused(call: Callable[..., Any], said: str) -> None:
     with pytest.raises(BranchError, match=said):
         jit(call, backend="eager")(UP)
+
+
+def test_writes_in_a_branch_stay_in_it_or_are_refused() -> None:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        y[0] = 5
+        return y.mul_(2)
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        return cond(x.sum() > 0, lambda: inside(x), lambda: x * 1)
+
+    for x in (UP, DOWN):
+        same(jit(kept, backend="eager")(x), kept(x))
+
+    def closed_over(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        cond(x.sum() > 0, lambda: y.add_(1), lambda: y * 1)
+        return y
+
+    def passed(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        return cond(x.sum() > 0, lambda y: y.add_(1), lambda y: y * 1, y) + y
+
+    for fn in (closed_over, passed):
+        with pytest.raises(PurityError, match=r"test_cond.py:\d+ .* in place"):
+            jit(fn, backend="eager")(UP)
+
+
+def test_what_is_kept_of_a_branch_raises() -> None:
+    kept: list[torch.Tensor] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        def keep() -> torch.Tensor:
+            kept.append(x.sin())
+            return x * 1
+
+        return cond(x.sum() > 0, keep, lambda: x * 1) + kept[-1]
+
+    with pytest.raises(UnexpectedTracerError, match=r"test_cond.py:\d+ in keep"):
+        jit(fn, backend="eager")(UP)
