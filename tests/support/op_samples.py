@@ -15,7 +15,18 @@ from pointwise_samples import pointwise_samples
 from sample_calls import F64, S, Sample, bools, holes, ids, onto_zeros, x
 
 from torchard.functional.effects.grouped_products import GROUPED_MM, GROUPED_OUTER
-from torchard.functional.programs.markers import again, enter, item, leave, listed, row, rows, total
+from torchard.functional.programs.markers import (
+    again,
+    chosen,
+    enter,
+    goes_on,
+    item,
+    leave,
+    listed,
+    row,
+    rows,
+    total,
+)
 
 aten, prims = torch.ops.aten, torch.ops.prims
 # Of groups: one is empty, and a row is in none.
@@ -377,6 +388,11 @@ SAMPLES: dict[Any, list[Sample]] = {
     ],
     enter: [S(x(5, 4))],
     again: [S(x(5, 4), x(5, 4))],
+    goes_on: [S(torch.tensor(True))],
+    chosen: [
+        S(torch.tensor(1), x(5, 4), x(5, 4)),
+        S(torch.tensor(0), x(4), x(4), x(4)),
+    ],
     row: [S(x(3, 5, 4))],
     listed: [S([x(5, 4), x(5, 4), x(5, 4)])],
     item: [S(x(3, 5, 4), 1)],
