@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.control.iteration import as_tensor, native, operands_of, trace_shapes
+from torchard.functional.control.iteration import (
+    as_tensor,
+    captured,
+    native,
+    operands_of,
+    trace_shapes,
+)
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import BranchError
@@ -168,9 +174,7 @@ def _traced(
     own = [len(program.closures) + len(program.constants) for program in programs]
     values = list(operands_of(operands))
     for program in programs:
-        state.constants.update(map(id, program.constants))
-        state.asks.extend(program.asks)
-        values += [*(closure.value for closure in program.closures), *program.constants]
+        values += captured(state, program)
     call = BranchCall(same_inputs([as_body(program) for program in programs], own), run)
     made = call(native(state, index), *(native(state, value) for value in values))
     return programs[0].out_tree.build(made)

@@ -31,6 +31,7 @@ __all__ = [
     "Iterated",
     "Wording",
     "as_tensor",
+    "captured",
     "counted",
     "in_iteration_of",
     "native",
@@ -162,9 +163,7 @@ class Iterated:
         program = self._body(step, rows, carry, shared)
         step.fn = present  # what derivatives may run again
         of_rows, carried, others = (operands_of(each) for each in (rows, carry, shared))
-        others += [closure.value for closure in program.closures]
-        state.constants.update(map(id, program.constants))
-        operands = (*of_rows, *carried, *others, *program.constants)
+        operands = (*of_rows, *carried, *others, *captured(state, program))
         natives = [native(state, operand) for operand in operands]
         takes: list[Takes] = ["row"] * len(of_rows)
         takes += ["carry"] * len(carried)
@@ -176,7 +175,6 @@ class Iterated:
             number = next(i for i, leaf in enumerate(of_rows) if leaf is self.number)
             taken = take_rows(body, taken, number, self.count)
         call = LoopCall(body, taken, tuple(gives), self.count, self.reverse, run)
-        state.asks.extend(program.asks)
         last, ys = program.out_tree.build(call(*natives))
         return last, ys
 
@@ -336,6 +334,13 @@ def operands_of(values: Any) -> list[Any]:
         for leaf in tree.leaves(values)
         if isinstance(leaf, (torch.Tensor, float)) or is_placed(leaf)
     ]
+
+
+def captured(state: TraceState, program: Program) -> list[Any]:
+    """What a body that becomes part of a trace reads besides its arguments: its last operands."""
+    state.constants.update(map(id, program.constants))
+    state.asks.extend(program.asks)
+    return [*(closure.value for closure in program.closures), *program.constants]
 
 
 def native(state: TraceState, value: Any) -> torch.Tensor:

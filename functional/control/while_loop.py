@@ -14,6 +14,7 @@ from torchard.functional.control.cond import cond as choose
 from torchard.functional.control.iteration import (
     Iterated,
     Wording,
+    captured,
     native,
     operands_of,
     trace_shapes,
@@ -186,9 +187,7 @@ class _While:
         body.__name__ = getattr(self.body, "__name__", self.name)
         program = trace_shapes(body, begins, carry)
         self.cond, self.body = present
-        shared = [*(closure.value for closure in program.closures), *program.constants]
-        state.constants.update(map(id, program.constants))
-        state.asks.extend(program.asks)
+        shared = captured(state, program)
         operands = [begins, *operands_of(carry)]
         call = open_loop(program, len(operands), len(shared))
         results = call(*(native(state, value) for value in (*operands, *shared)))

@@ -13,8 +13,6 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from graphlib import TopologicalSorter
-from heapq import heapify, heappop, heappush
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch import fx
 
 from torchard.functional.effects.unused_results import may_have_effects
 from torchard.functional.programs.graphs import extracted
-from torchard.functional.programs.loops import regrouped
+from torchard.functional.programs.loops import ordered, regrouped
 from torchard.functional.programs.markers import chosen, is_marker, taken
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import AHEAD, LOOP, VAL
@@ -178,7 +176,8 @@ class _Outlined:
             reads[group.number] = {key(x) for x in operands if x not in inside} - {group.number}
         place = {node: i for i, node in enumerate(self.old.nodes)}
         last = {group.number: group.members[-1] for group in groups}
-        return _sorted(reads, {k: place[last.get(k, k)] for k in reads}, last)
+        order = ordered(reads, {key: place[last.get(key, key)] for key in reads})
+        return [last.get(key, key) for key in order]
 
     def _choose(self, group: _Group) -> None:
         """Add the choice of a group, and its results."""
@@ -244,22 +243,6 @@ def _needed(bits: int, groups: Sequence[_Group]) -> int:
 def _stays(node: fx.Node) -> bool:
     """Whether a node is no part of a block."""
     return is_marker(node) or may_have_effects(node.target) or AHEAD.on(node)
-
-
-def _sorted(reads: dict[Any, set[Any]], place: dict[Any, int], last: dict[int, fx.Node]) -> list[fx.Node]:
-    """Keys after those that they read, otherwise by place; that of a group is its last member."""
-    sorter = TopologicalSorter(reads)
-    sorter.prepare()
-    keys = {place[key]: key for key in reads}
-    ready, order = [place[key] for key in sorter.get_ready()], list[fx.Node]()
-    heapify(ready)
-    while ready:
-        key = keys[heappop(ready)]
-        order.append(last.get(key, key))
-        sorter.done(key)
-        for freed in sorter.get_ready():
-            heappush(ready, place[freed])
-    return order
 
 
 def _block(

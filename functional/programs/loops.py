@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from graphlib import TopologicalSorter
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -29,6 +29,7 @@ __all__ = [
     "issued_ahead",
     "loops_together",
     "move_to_readers",
+    "ordered",
     "reads_alone",
     "regrouped",
     "times",
@@ -112,20 +113,27 @@ def loops_together(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     for node in nodes:
         groups.setdefault(LOOP.get(node) or node, []).append(node)
     of = {node: key for key, members in groups.items() for node in members}
-    sorter = TopologicalSorter(
-        {
-            key: {of[n] for n in _operands(members) if n in of} - {key}
-            for key, members in groups.items()
-        }
-    )
+    reads = {
+        key: {of[n] for n in _operands(members) if n in of} - {key}
+        for key, members in groups.items()
+    }
+    order = ordered(reads, {key: i for i, key in enumerate(groups)})
+    return [node for key in order for node in groups[key]]
+
+
+def ordered(reads: Mapping[Any, set[Any]], place: Mapping[Any, int]) -> list[Any]:
+    """Keys, each after those that it reads; otherwise by place.
+
+    Raises:
+        graphlib.CycleError: one reads itself.
+    """
+    sorter = TopologicalSorter(reads)
     sorter.prepare()
-    keys = list(groups)
-    place = {key: i for i, key in enumerate(keys)}
-    ready, order = [place[key] for key in sorter.get_ready()], list[fx.Node]()
+    keys = {place[key]: key for key in reads}
+    ready, order = [place[key] for key in sorter.get_ready()], list[Any]()
     heapify(ready)
     while ready:
-        key = keys[heappop(ready)]
-        order += groups[key]
+        order.append(key := keys[heappop(ready)])
         sorter.done(key)
         for freed in sorter.get_ready():
             heappush(ready, place[freed])
