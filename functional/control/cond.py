@@ -11,7 +11,6 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.control.iteration import (
     as_tensor,
     captured,
-    native,
     operands_of,
     trace_shapes,
 )
@@ -176,7 +175,7 @@ def _traced(
     for program in programs:
         values += captured(state, program)
     call = BranchCall(same_inputs([as_body(program) for program in programs], own), run)
-    made = call(native(state, index), *(native(state, value) for value in values))
+    made = call(state.operand(index), *(state.operand(value) for value in values))
     return programs[0].out_tree.build(made)
 
 

@@ -34,7 +34,6 @@ __all__ = [
     "captured",
     "counted",
     "in_iteration_of",
-    "native",
     "operands_of",
     "trace_shapes",
 ]
@@ -164,7 +163,7 @@ class Iterated:
         step.fn = present  # what derivatives may run again
         of_rows, carried, others = (operands_of(each) for each in (rows, carry, shared))
         operands = (*of_rows, *carried, *others, *captured(state, program))
-        natives = [native(state, operand) for operand in operands]
+        natives = [state.operand(operand) for operand in operands]
         takes: list[Takes] = ["row"] * len(of_rows)
         takes += ["carry"] * len(carried)
         takes += ["shared"] * (len(natives) - len(takes))
@@ -341,12 +340,3 @@ def captured(state: TraceState, program: Program) -> list[Any]:
     state.constants.update(map(id, program.constants))
     state.asks.extend(program.asks)
     return [*(closure.value for closure in program.closures), *program.constants]
-
-
-def native(state: TraceState, value: Any) -> torch.Tensor:
-    """A value as an operand of an operation of a trace."""
-    if isinstance(value, float):
-        return torch.scalar_tensor(value, dtype=torch.float64)
-    if isinstance(value, torch.Tensor) and state.native(value):
-        return value
-    return state.lift(value)

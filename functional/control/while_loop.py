@@ -15,7 +15,6 @@ from torchard.functional.control.iteration import (
     Iterated,
     Wording,
     captured,
-    native,
     operands_of,
     trace_shapes,
 )
@@ -190,7 +189,7 @@ class _While:
         shared = captured(state, program)
         operands = [begins, *operands_of(carry)]
         call = open_loop(program, len(operands), len(shared))
-        results = call(*(native(state, value) for value in (*operands, *shared)))
+        results = call(*(state.operand(value) for value in (*operands, *shared)))
         return program.out_tree.build(results)[1]
 
     def _iterated(self) -> Iterated:

@@ -441,12 +441,4 @@ def _name_of(fn: Any) -> str:
 
 def _lifted(state: TraceState, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
     """The operands of a call inside a trace, as global tensors of that trace."""
-    return [_native(state, value) for value in (*arguments.values, *closures)]
-
-
-def _native(state: TraceState, value: Any) -> torch.Tensor:
-    if isinstance(value, float):
-        return torch.scalar_tensor(value, dtype=torch.float64)
-    if isinstance(value, torch.Tensor) and state.native(value):
-        return value
-    return state.lift(value)
+    return [state.operand(value) for value in (*arguments.values, *closures)]

@@ -236,6 +236,14 @@ class TraceState:
         # level around the trace or to an exited level: levels inside only see operands.
         return id(base) in self.constants
 
+    def operand(self, value: Any) -> torch.Tensor:
+        """A value as an operand of one of the trace's operations: a number is a tensor without dims."""
+        if isinstance(value, float):
+            return torch.scalar_tensor(value, dtype=torch.float64)
+        if isinstance(value, torch.Tensor) and self.native(value):
+            return value
+        return self.lift(value)
+
     def lift(self, value: Any) -> torch.Tensor:
         """The operand that represents a foreign tensor or placed object."""
         value = stand_in(value)
