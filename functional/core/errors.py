@@ -147,6 +147,7 @@ class BranchError(ValueError):
         ...
     torchard.BranchError: cond: of branch true its result is float32[3], and of branch false
         float32[]; branches must return the same shapes and dtypes.
+        raised at <doctest BranchError[1]>:3 in f
     """
 
 
