@@ -14,6 +14,8 @@ from torchard.functional.checkpoint import checkpoint
 from torchard.functional.control.cond import cond, switch
 from torchard.functional.control.scan import fori_loop, map, scan
 from torchard.functional.control.while_loop import while_loop
+from torchard.functional.custom.custom_jvp import custom_jvp
+from torchard.functional.custom.custom_vjp import custom_vjp
 from torchard.functional.jit import jit
 from torchard.functional.module import Functional, functionalize
 from torchard.functional.repeat import repeat, stack, unstack
@@ -24,6 +26,8 @@ __all__ = [
     "Functional",
     "checkpoint",
     "cond",
+    "custom_jvp",
+    "custom_vjp",
     "fori_loop",
     "functionalize",
     "jit",

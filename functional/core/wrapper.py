@@ -51,6 +51,11 @@ class Wrapper:
     fn: Callable[..., Any]
     rewrites: tuple[Any, ...] = ()
 
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """The functions that a call depends on."""
+        return (self.fn,)
+
     def __getattr__(self, name: str) -> Any:
         """Suggest a replacement for a method of modules, if ``fn`` was made from a module."""
         fn = vars(self).get("fn")

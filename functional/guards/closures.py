@@ -96,6 +96,10 @@ def _of_module(module: types.ModuleType, key: str, names: set[str]) -> Iterator[
             yield (f"{key}.{name}", _through(key, name)), item
 
 
+def _read(i: int) -> Callable[[Any], Any]:
+    return lambda wrapper: wrapper.reads[i]
+
+
 def _through(key: str, name: str) -> Callable[[Any], Any]:
     return lambda fn: vars(fn.__globals__[key])[name]
 
@@ -116,7 +120,8 @@ def _children(value: Any) -> Iterator[tuple[AccessStep, Any]]:
         elif hasattr(value, "__wrapped__"):  # torch.func.grad(f) and the like
             yield ("", lambda f: f.__wrapped__), value.__wrapped__
     elif isinstance(value, Wrapper):
-        yield ("", lambda w: w.fn), value.fn
+        for i, fn in enumerate(value.reads):
+            yield ("", _read(i)), fn
     elif isinstance(value, types.MethodType):
         yield ("", lambda m: m.__func__), value.__func__
         yield ("self", lambda m: m.__self__), value.__self__

@@ -104,7 +104,7 @@ def referred(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType):
         yield ".__self__", value.__self__
     elif isinstance(value, Wrapper):  # and not its cache, which has tensors of other traces
-        yield ".fn", value.fn
+        yield from ((f".{getattr(fn, '__name__', 'fn')}", fn) for fn in value.reads)
     else:
         yield from _items(value)
         yield from ((f".{name}", item) for name, item in _attributes(value))

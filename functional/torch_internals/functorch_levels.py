@@ -28,12 +28,14 @@ __all__ = [
     "batch_dims",
     "before_reading",
     "below_forward_ad",
+    "below_tangents",
     "below_vmap",
     "ending_vmap",
     "forward_ad_active",
     "gradient_level",
     "has_transforms",
     "in_gradient_level",
+    "is_followed",
     "is_wrapped",
     "level_kinds",
     "mapped_at_top",
@@ -130,6 +132,23 @@ def needs_grad_at_top(tensor: torch.Tensor) -> bool:
     top = functorch_c.peek_interpreter_stack()
     follows = functorch_c.maybe_get_level(tensor) == top.level()
     return bool(follows and tensor.requires_grad)
+
+
+def is_followed(tensor: torch.Tensor, kinds: Sequence[Any]) -> bool:
+    """Whether autograd, or a level, follows a tensor to differentiate what is computed of it.
+
+    Args:
+        kinds: the levels that may, outermost first. Those of forward mode hide tangents from below, so
+            what they wrap is taken to have one.
+    """
+    for each in (tensor, *wrapped_in(tensor)):
+        if each.requires_grad:
+            return True
+        level = functorch_c.maybe_get_level(each)
+        if functorch_c.is_gradtrackingtensor(each) and kinds[level - 1 : level] == [JVP]:
+            return True
+    with forward_ad._set_fwd_grad_enabled(True):
+        return forward_ad_active() and forward_ad.unpack_dual(base_tensor(tensor)).tangent is not None
 
 
 @contextlib.contextmanager
@@ -257,6 +276,22 @@ def below_forward_ad(levels: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         forward_ad._current_level = before
+
+
+@contextlib.contextmanager
+def below_tangents(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """A context for a Function's jvp, in which levels outside of its own compute tangents, too.
+
+    torch switches forward mode off in there, for all levels: the tangent of a tangent is silently zero.
+
+    Args:
+        tensors: primals of the innermost level.
+
+    Yields:
+        They, without tangents of the innermost level.
+    """
+    with forward_ad._set_fwd_grad_enabled(True):
+        yield [forward_ad.unpack_dual(tensor).primal for tensor in tensors]
 
 
 def _forward_ad_ours(levels: Sequence[Any]) -> bool:
