@@ -10,7 +10,7 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import DerivativeError
-from torchard.functional.custom.ruled import Parts, Ruled, RuledCall, line_of, said
+from torchard.functional.custom.ruled import FunctionCall, Ruled, TensorTree, line_of, said
 from torchard.functional.custom.rules import Tensors
 
 __all__ = ["custom_jvp"]
@@ -95,7 +95,11 @@ class custom_jvp(Ruled):
         """The functions that a call depends on."""
         return self.fn, self.rule
 
-    def _call(self, args: Parts, differentiated: bool) -> RuledCall:
+    def rule_text(self) -> str:
+        """The rule, in messages."""
+        return f"the rule of {self.__name__} ({line_of(self.rule).removesuffix(': ')})"
+
+    def _call(self, args: TensorTree, differentiated: bool) -> FunctionCall:
         if self.rule is None:
             raise DerivativeError(
                 f"{line_of(self.fn)}custom_jvp: {self.__name__} has no rule: give it one by "
@@ -104,10 +108,10 @@ class custom_jvp(Ruled):
         return _JvpCall(self, args, self.rule)
 
 
-class _JvpCall(RuledCall):
+class _JvpCall(FunctionCall):
     """A call of a function with a tangent of its own."""
 
-    def __init__(self, function: Ruled, args: Parts, rule: Callable[..., Any]) -> None:
+    def __init__(self, function: Ruled, args: TensorTree, rule: Callable[..., Any]) -> None:
         super().__init__(function, args)
         self.rule = rule
         self.saved = range(len(args.kinds))

@@ -11,7 +11,7 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import DerivativeError
 from torchard.functional.core.tensor_spec import is_inexact_dtype
-from torchard.functional.custom.ruled import Parts, Ruled, RuledCall, line_of, said
+from torchard.functional.custom.ruled import FunctionCall, Ruled, TensorTree, line_of, said
 from torchard.functional.custom.rules import Tensors
 from torchard.functional.loops.differentiated import or_zeros
 
@@ -83,7 +83,11 @@ class custom_vjp(Ruled):
         """The functions that a call depends on."""
         return self.fn, self.fwd, self.bwd
 
-    def _call(self, args: Parts, differentiated: bool) -> RuledCall:
+    def rule_text(self) -> str:
+        """The rule, in messages."""
+        return f"the rule of {self.__name__} ({line_of(self.bwd).removesuffix(': ')})"
+
+    def _call(self, args: TensorTree, differentiated: bool) -> FunctionCall:
         if self.fwd is None or self.bwd is None:
             raise DerivativeError(
                 f"{line_of(self.fn)}custom_vjp: {self.__name__} has no rule: give it one by "
@@ -92,15 +96,15 @@ class custom_vjp(Ruled):
         return _VjpCall(self, args, self.fwd, self.bwd, differentiated)
 
 
-class _VjpCall(RuledCall):
+class _VjpCall(FunctionCall):
     """A call of a function with a gradient of its own."""
 
-    residuals: Parts
+    residuals: TensorTree
 
     def __init__(
         self,
         function: Ruled,
-        args: Parts,
+        args: TensorTree,
         fwd: Callable[..., Any],
         bwd: Callable[..., Any],
         differentiated: bool,
@@ -118,7 +122,7 @@ class _VjpCall(RuledCall):
                 f"{said(made)}; it returns a pair: the result, and the residuals that bwd needs."
             )
         results = self.finished(made[0], inputs)
-        self.residuals = Parts(made[1])
+        self.residuals = TensorTree(made[1])
         return [*results, *self._kept([*inputs, *results], self.residuals.tensors(made[1]))]
 
     def _kept(self, known: Tensors, residuals: Tensors) -> Tensors:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,14 +18,14 @@ from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import DerivativeError
 from torchard.functional.core.tensor_spec import is_inexact_dtype
 from torchard.functional.core.wrapper import Wrapper
-from torchard.functional.custom.rules import Call, Tensors, applied
+from torchard.functional.custom.rules import RuleCall, Tensors, applied
 from torchard.functional.loops.differentiated import kind_of
 from torchard.functional.tracing.trace_state import active
 
-__all__ = ["Parts", "Ruled", "RuledCall", "line_of", "said"]
+__all__ = ["FunctionCall", "Ruled", "TensorTree", "calls_seen", "line_of", "said"]
 
 
-class Parts:
+class TensorTree:
     """A tree without its tensors.
 
     Attributes:
@@ -79,17 +80,26 @@ class Ruled(Wrapper):
         """Call the function."""
         args = self._positional(args, kwargs)
         self._check_static(args)
-        parts = Parts(args)
+        for calls in _seen:
+            calls.append((self, args))
+        parts = TensorTree(args)
         tensors = parts.tensors(args)
         differentiated = _may_be_differentiated(tensors)
-        if active() is None and not differentiated:
+        state = active()
+        if state is None and not differentiated:
             return self.fn(*args)
+        if state is not None:
+            tensors = list(map(state.kept, tensors))
         call = self._call(parts, differentiated)
         made = applied(call, tensors)
         return call.results.build(made)
 
     @abstractmethod
-    def _call(self, args: Parts, differentiated: bool) -> RuledCall:
+    def rule_text(self) -> str:
+        """The rule, in messages: ``the bwd of f (model.py:3 in bwd)``."""
+
+    @abstractmethod
+    def _call(self, args: TensorTree, differentiated: bool) -> FunctionCall:
         """One call; ``differentiated`` is whether a derivative of it is wanted."""
 
     def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -111,11 +121,11 @@ class Ruled(Wrapper):
             if any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(args[i])):
                 raise DerivativeError(
                     f"{source.begins_here()}{self.who}: argument {i} of {self.__name__} has tensors, and "
-                    "nondiff_argnums is for arguments without. Leave it out; the rule may give None for it."
+                    "nondiff_argnums is for what has none. Leave it out; the rule may give None for it."
                 )
 
 
-class RuledCall(Call):
+class FunctionCall(RuleCall):
     """A call of a function with a rule.
 
     Attributes:
@@ -124,9 +134,9 @@ class RuledCall(Call):
         results: once it has run, its result.
     """
 
-    results: Parts
+    results: TensorTree
 
-    def __init__(self, function: Ruled, args: Parts) -> None:
+    def __init__(self, function: Ruled, args: TensorTree) -> None:
         self.function, self.args, self.kinds = function, args, internals.level_kinds()
 
     def called(self, fn: Callable[..., Any], inputs: Tensors) -> Any:
@@ -142,8 +152,8 @@ class RuledCall(Call):
             return fn(*self.args.build(inputs))
 
     def finished(self, result: Any, inputs: Tensors) -> list[torch.Tensor]:
-        """The tensors of the result; an input among them is a view, as results of a Function are its own."""
-        self.results = Parts(result)
+        """The tensors of the result; instead of an input a view, as torch wants results of its own."""
+        self.results = TensorTree(result)
         known = set(map(id, inputs))
         tensors = [
             x.view_as(x) if id(x) in known else x for x in self.results.tensors(result)
@@ -164,28 +174,52 @@ class _Closed(TorchFunctionMode):
     def __init__(self, function: Ruled, inputs: Tensors, kinds: Sequence[Any]) -> None:
         super().__init__()
         self.kinds = kinds
-        self.function, self.known = function, set(map(id, inputs))
+        self.function = function
+        self.known = {id(x): x for x in inputs}
         self.state, self.levels = active(), len(internals.level_kinds())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Inside of a further transform, tensors are differentiated by that.
-        if active() is self.state and len(internals.level_kinds()) == self.levels:
-            for leaf in tree.leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and id(leaf) not in self.known and self._is_followed(leaf):
-                    raise DerivativeError(
-                        f"{source.begins_here()}{self.function.who}: {self.function.__name__} reads a "
-                        f"tensor of shape {list(leaf.shape)} that is differentiated and is none of its "
-                        "arguments, so its rule gives no gradient for it: pass it as an argument, or "
-                        "detach() it."
-                    )
-        return func(*args, **kwargs)
+        if active() is not self.state or len(internals.level_kinds()) != self.levels:
+            return func(*args, **kwargs)  # inside of a further transform, by which tensors are followed
+        for leaf in tree.leaves((args, kwargs)):
+            self._check(leaf)
+        made = func(*args, **kwargs)
+        # Views of inputs are marked as the inputs are.
+        self.known.update((id(x), x) for x in tree.leaves(made) if self._is_followed(x))
+        return made
 
-    def _is_followed(self, tensor: torch.Tensor) -> bool:
-        """Whether autograd, or a level of torch.func, follows a tensor."""
+    def _check(self, tensor: Any) -> None:
+        if id(tensor) not in self.known and self._is_followed(tensor):
+            raise DerivativeError(
+                f"{source.begins_here()}{self.function.who}: {self.function.__name__} reads a tensor of "
+                f"shape {list(tensor.shape)} that is differentiated, or mapped by vmap, and is none of "
+                "its arguments, so its rule gives no gradient for it: pass it as an argument, or detach "
+                "it before."
+            )
+
+    def _is_followed(self, tensor: Any) -> bool:
+        """Whether it is a tensor that autograd, or a level of torch.func, follows."""
+        if not isinstance(tensor, torch.Tensor):
+            return False
         if self.state is not None and not self.state.native(tensor):
             tensor = self.state.lift(tensor)
-        return internals.is_followed(tensor, self.kinds)
+        dual = self.state is None and internals.JVP not in self.kinds and internals.has_tangent(tensor)
+        return dual or internals.is_followed(tensor, self.kinds)
+
+
+_seen: list[list[tuple[Ruled, tuple[Any, ...]]]] = []
+
+
+@contextmanager
+def calls_seen() -> Iterator[list[tuple[Ruled, tuple[Any, ...]]]]:
+    """A context that collects the calls of functions with a rule, and their arguments."""
+    calls: list[tuple[Ruled, tuple[Any, ...]]] = []
+    _seen.append(calls)
+    try:
+        yield calls
+    finally:
+        _seen.remove(calls)
 
 
 def _may_be_differentiated(tensors: Tensors) -> bool:
@@ -193,7 +227,8 @@ def _may_be_differentiated(tensors: Tensors) -> bool:
     kinds = internals.level_kinds()
     if internals.GRAD in kinds or internals.JVP in kinds or internals.forward_ad_active():
         return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    followed = (each for x in tensors for each in (x, *internals.wrapped_in(x)))
+    return torch.is_grad_enabled() and any(each.requires_grad for each in followed)
 
 
 def line_of(fn: Any) -> str:

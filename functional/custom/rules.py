@@ -19,12 +19,12 @@ from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.loops.differentiated import kind_of, or_zeros
 from torchard.functional.tracing.trace_state import active, current_frames, in_frames
 
-__all__ = ["Call", "applied"]
+__all__ = ["RuleCall", "applied"]
 
 Tensors = Sequence[torch.Tensor]
 
 
-class Call(ABC):
+class RuleCall(ABC):
     """One call with a rule, as a function of its tensors.
 
     Attributes:
@@ -54,7 +54,7 @@ class Call(ABC):
         """The tangent of each floating result, from one tangent, or None, for each input."""
 
 
-def applied(call: Call, inputs: Tensors) -> list[torch.Tensor]:
+def applied(call: RuleCall, inputs: Tensors) -> list[torch.Tensor]:
     """The results of a call, under any transforms of torch.func, and in a trace."""
     apply: Any = _Ruled.apply
     results: Sequence[torch.Tensor] = apply(call, *internals.resolved(inputs))
@@ -65,7 +65,7 @@ class _Ruled(torch.autograd.Function):
     """A call with a rule, which returns its residuals too."""
 
     @staticmethod
-    def forward(call: Call, *inputs: torch.Tensor) -> Any:
+    def forward(call: RuleCall, *inputs: torch.Tensor) -> Any:
         call.applies = True
         results = call.run(inputs)
         call.applies = False
@@ -96,8 +96,9 @@ class _Ruled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        call: Call = ctx.call
-        saved = [ctx.saved_tensors[ctx.kept[position]] for position in call.saved]
+        call: RuleCall = ctx.call
+        values = list(map(internals.without_ended_levels, ctx.saved_tensors))
+        saved = [values[ctx.kept[position]] for position in call.saved]
         gradients: list[Any] = [None] * ctx.inputs
         with in_frames(ctx.frames):
             if any(g is not None for g in grads[: call.count]):
@@ -109,14 +110,14 @@ class _Ruled(torch.autograd.Function):
                 gradients = call.pull(saved, cotangents)
             residuals = [i for i in range(call.count, len(grads)) if grads[i] is not None]
             if residuals:
-                inputs = [ctx.saved_tensors[ctx.kept[i]] for i in range(ctx.inputs)]
+                inputs = [values[ctx.kept[i]] for i in range(ctx.inputs)]
                 more = _of_residuals(call, inputs, residuals, [grads[i] for i in residuals])
                 gradients = list(map(_added, gradients, more))
         return None, *gradients
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        call: Call = ctx.call
+        call: RuleCall = ctx.call
         further = [i for i in range(call.count, len(ctx.floating)) if ctx.floating[i]]
         with internals.below_tangents(ctx.saved_tensors) as values:
             inputs = [values[ctx.ahead[i]] for i in range(ctx.inputs)]
@@ -127,7 +128,7 @@ class _Ruled(torch.autograd.Function):
         return tuple(next(pushed) if floating else None for floating in ctx.floating)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, call: Call, *inputs: torch.Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, call: RuleCall, *inputs: torch.Tensor) -> Any:
         dims = in_dims[1:]
         mapped = tuple(dim is not None for dim in dims)
         moved = [x if d is None else x.movedim(d, 0) for x, d in zip(inputs, dims, strict=True)]
@@ -139,10 +140,10 @@ class _Ruled(torch.autograd.Function):
 
 
 @dataclass
-class _Batched(Call):
+class _Batched(RuleCall):
     """A call for many examples: dim 0 of the inputs of the mask, and of all results."""
 
-    call: Call
+    call: RuleCall
     mapped: Sequence[bool]
     randomness: str
 
@@ -160,7 +161,7 @@ class _Batched(Call):
             present[:] = [gradient is not None for gradient in gradients]
             return tuple(gradient for gradient in gradients if gradient is not None)
 
-        every = [0] * len(cotangents)
+        every: list[int | None] = [0] * len(cotangents)
         made = iter(self._vmapped(pull, self._dims_of_saved(), every)(list(saved), list(cotangents)))
         gradients = [next(made) if has else None for has in present]
         return [  # all examples use what is not mapped
@@ -197,7 +198,7 @@ def _dims(mapped: Sequence[bool]) -> list[int | None]:
 
 
 def _of_residuals(
-    call: Call, inputs: Tensors, positions: Sequence[int], cotangents: Tensors
+    call: RuleCall, inputs: Tensors, positions: Sequence[int], cotangents: Tensors
 ) -> list[torch.Tensor | None]:
     """The gradient of each input from the cotangents of residuals: that of the code that makes them."""
     floating = [i for i, x in enumerate(inputs) if is_inexact(x)]
@@ -207,7 +208,7 @@ def _of_residuals(
 
 
 def _pushed_residuals(
-    call: Call, inputs: Tensors, positions: Sequence[int], tangents: Sequence[torch.Tensor | None]
+    call: RuleCall, inputs: Tensors, positions: Sequence[int], tangents: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
     """The tangents of residuals, likewise."""
     if not positions:
@@ -219,7 +220,7 @@ def _pushed_residuals(
 
 
 def _residuals(
-    call: Call, inputs: Tensors, of: Sequence[int], positions: Sequence[int]
+    call: RuleCall, inputs: Tensors, of: Sequence[int], positions: Sequence[int]
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Some residuals of a call as a function of some of its inputs."""
 

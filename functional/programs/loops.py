@@ -23,10 +23,10 @@ from torchard.functional.programs.tags import AHEAD, LOOP, STAGE
 
 __all__ = [
     "carried",
-    "going_on",
     "handed_on",
     "is_apart",
     "issued_ahead",
+    "iterating",
     "loops_together",
     "move_to_readers",
     "ordered",
@@ -56,12 +56,14 @@ def handed_on(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if user.target is again and user.args[1] is node]
 
 
-def going_on(node: fx.Node) -> list[fx.Node]:
-    """What decides whether there is an iteration that hands on what enters at a node, in an open loop."""
-    if node.target is not enter or not LOOP.of(node).is_open:
+def iterating(node: fx.Node) -> list[fx.Node]:
+    """What a loop does where a value enters: hand on the next, and decide if there is one."""
+    if node.target is not enter:
         return []
-    deciding = node.graph.find_nodes(op="call_function", target=goes_on)
-    return [each for each in deciding if LOOP.get(each) is LOOP.of(node)]
+    deciding = (
+        node.graph.find_nodes(op="call_function", target=goes_on) if LOOP.of(node).is_open else ()
+    )
+    return [*handed_on(node), *(each for each in deciding if LOOP.get(each) is LOOP.of(node))]
 
 
 def is_apart(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.loops import going_on, handed_on
+from torchard.functional.programs.loops import handed_on, iterating
 from torchard.functional.programs.markers import again, enter, leave
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import LOOP, NAME, OFFLOAD, RECOMPUTE, VAL
@@ -99,7 +99,7 @@ def needed_by(roots: Iterable[Any]) -> set[fx.Node]:
 
     What enters an iteration of a loop depends on what the one before handed on.
     """
-    return _reached(roots, lambda node: (*node.all_input_nodes, *handed_on(node), *going_on(node)))
+    return _reached(roots, lambda node: (*node.all_input_nodes, *iterating(node)))
 
 
 def depending_on(roots: Iterable[fx.Node]) -> set[fx.Node]:

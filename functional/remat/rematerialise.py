@@ -22,7 +22,7 @@ from torch import fx
 
 from torchard.functional.core.scope_frames import in_iteration
 from torchard.functional.costs.flops import op_name
-from torchard.functional.programs.loops import handed_on, move_to_readers
+from torchard.functional.programs.loops import iterating, move_to_readers
 from torchard.functional.programs.markers import Loop
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit, put
@@ -195,7 +195,7 @@ class _Versions:
                 self._make(wanted, reader)
                 # What is recomputed for one iteration is recomputed for all that follow.
                 if not self._is_offloaded(wanted):
-                    stack += [(each, *wanted[1:]) for each in handed_on(wanted[0])]
+                    stack += [(each, *wanted[1:]) for each in iterating(wanted[0])]
 
     def _needs(self, version: Version) -> Iterator[Version]:
         node, depth, now = version

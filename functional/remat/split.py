@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from torchard.functional.programs.loops import handed_on, is_apart
+from torchard.functional.programs.loops import is_apart, iterating
 from torchard.functional.programs.markers import COLLECTORS, item
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import inherit
@@ -166,7 +166,7 @@ def _backward_nodes(cut: JointCut) -> tuple[list[fx.Node], list[fx.Node]]:
                 done[node] = None
                 stack.pop()
                 # What enters an iteration is handed on by the one before.
-                stack.extend(handing for handing in handed_on(node) if handing not in cut.tainted)
+                stack.extend(each for each in iterating(node) if each not in cut.tainted)
 
     wanted = needed_by(cut.gradients)
     for node in cut.program.graph.nodes:

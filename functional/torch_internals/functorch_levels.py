@@ -33,6 +33,7 @@ __all__ = [
     "ending_vmap",
     "forward_ad_active",
     "gradient_level",
+    "has_tangent",
     "has_transforms",
     "in_gradient_level",
     "is_followed",
@@ -42,6 +43,7 @@ __all__ = [
     "mapped_over",
     "needs_grad_at_top",
     "of_ended_level",
+    "without_ended_levels",
     "wrapped_in",
 ]
 
@@ -77,6 +79,13 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
 def of_ended_level(tensor: torch.Tensor) -> bool:
     """Whether a tensor is what a level of torch.func wrapped that has ended."""
     return is_wrapped(tensor) and functorch_c.maybe_get_level(tensor) < 0
+
+
+def without_ended_levels(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside the wrappers of ended levels, outermost ones: what torch.func.vjp has saved."""
+    while of_ended_level(tensor):
+        tensor = functorch_c.get_unwrapped(tensor)
+    return tensor
 
 
 def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,7 +148,7 @@ def is_followed(tensor: torch.Tensor, kinds: Sequence[Any]) -> bool:
 
     Args:
         kinds: the levels that may, outermost first. Those of forward mode hide tangents from below, so
-            what they wrap is taken to have one.
+            what they wrap is taken to have one; those of vmap must be live.
     """
     for each in (tensor, *wrapped_in(tensor)):
         if each.requires_grad:
@@ -147,8 +156,18 @@ def is_followed(tensor: torch.Tensor, kinds: Sequence[Any]) -> bool:
         level = functorch_c.maybe_get_level(each)
         if functorch_c.is_gradtrackingtensor(each) and kinds[level - 1 : level] == [JVP]:
             return True
+        if functorch_c.is_batchedtensor(each) and level > len(level_kinds()):
+            return True
+    return False
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a tangent of torch.autograd.forward_ad, also where that is switched off."""
+    below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
+    if below or not forward_ad_active():  # a dispatch mode handles an operation: no tensor has one here
+        return False
     with forward_ad._set_fwd_grad_enabled(True):
-        return forward_ad_active() and forward_ad.unpack_dual(base_tensor(tensor)).tangent is not None
+        return forward_ad.unpack_dual(base_tensor(tensor)).tangent is not None
 
 
 @contextlib.contextmanager

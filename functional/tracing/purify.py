@@ -287,7 +287,7 @@ def _first_op(graph: fx.Graph) -> fx.Node:
 def _drop_unused(recording: Recording) -> None:
     kept = []
     for closure in recording.closures:
-        if closure.node.users or closure.autograd is not None:
+        if closure.node.users or closure.autograd is not None or closure.kept:
             kept.append(closure)
         else:
             recording.graph.erase_node(closure.node)

@@ -66,6 +66,7 @@ class Closure:
         node: the placeholder of the operand.
         reader: reads the value from the function's environment; None if it was not found there.
         autograd: the value's autograd state, if the function depends on it (autograd_state.py).
+        kept: whether a rule for a derivative may read it, even if no result depends on it.
     """
 
     value: Any
@@ -75,6 +76,7 @@ class Closure:
     made: bool = False
     reader: Callable[[Any], Any] | None = None
     autograd: Any = None
+    kept: bool = False
 
     def now(self, fn: Any) -> Any:
         """The value that the function closes over now, under the same path."""
@@ -243,6 +245,13 @@ class TraceState:
         if isinstance(value, torch.Tensor) and self.native(value):
             return value
         return self.lift(value)
+
+    def kept(self, value: torch.Tensor) -> torch.Tensor:
+        """A value as an operand of a function with a rule of its own, which is run again."""
+        operand = self.operand(value)
+        if operand is not value:
+            self.closures[id(stand_in(value))][0].kept = True
+        return operand
 
     def lift(self, value: Any) -> torch.Tensor:
         """The operand that represents a foreign tensor or placed object."""

@@ -5,7 +5,7 @@ compiled) is specified outside of it, by transforms. This module re-exports the 
 defined in `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 """
 
-from torchard import machines, nn, optim, policies, random, transforms, tree
+from torchard import implicit, machines, nn, optim, policies, random, transforms, tree
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.control.cond import cond, switch
 from torchard.functional.control.scan import fori_loop, map, scan
@@ -29,6 +29,8 @@ from torchard.functional.core.errors import (
     UnexpectedTracerError,
     UnrolledLoopWarning,
 )
+from torchard.functional.custom.custom_jvp import custom_jvp
+from torchard.functional.custom.custom_vjp import custom_vjp
 from torchard.functional.jit import jit
 from torchard.functional.machines.machine import Link, Machine
 from torchard.functional.module import Functional, functionalize
@@ -159,6 +161,8 @@ __all__ = [
     "clip_by_global_norm",
     "cond",
     "constrain",
+    "custom_jvp",
+    "custom_vjp",
     "find",
     "fori_loop",
     "from_dtensor",
@@ -166,6 +170,7 @@ __all__ = [
     "functionalize",
     "fuse",
     "global_norm",
+    "implicit",
     "initialize",
     "jit",
     "load",

@@ -13,7 +13,7 @@ from random import Random
 import torch
 from torch.autograd import forward_ad
 
-from torchard.functional.core.tensor_spec import is_inexact
+from torchard.functional.core.tensor_spec import is_inexact, is_inexact_dtype
 
 __all__ = ["DERIVATIONS", "FORWARD", "OUTERMOST", "Derivation", "batched", "floating"]
 
@@ -181,7 +181,7 @@ def _place(number: int, rank: int) -> int:
 
 def _other(x: torch.Tensor) -> torch.Tensor:
     """Another value of the same kind: integers may be indices, so they stay in their range."""
-    return 0.5 * x if is_inexact(x) else x.flip(0) if x.ndim else x.clone()
+    return 0.5 * x if is_inexact_dtype(x.dtype) else x.flip(0) if x.ndim else x.clone()
 
 
 def _autograd(fn: Fn) -> Fn:

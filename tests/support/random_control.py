@@ -1,4 +1,4 @@
-"""Random functions of nested scans, conditionals, while loops and maps.
+"""Random functions of nested scans, conditionals, loops, and functions with rules for derivatives.
 
 Outside of transforms these are Python loops and branches, so the plain function is the reference.
 
@@ -18,7 +18,18 @@ import torch
 from random_loops import BINARY, UNARY
 from random_stacks import FAILED, WRONG, draw, judge
 
-from torchard import Mesh, cond, fori_loop, map, scan, switch, while_loop
+from torchard import (
+    Mesh,
+    cond,
+    custom_jvp,
+    custom_vjp,
+    fori_loop,
+    implicit,
+    map,
+    scan,
+    switch,
+    while_loop,
+)
 
 __all__ = ["random_control"]
 
@@ -51,7 +62,9 @@ def _named(name: str, step: Step) -> Step:
 
 
 def _step(rng: Random, depth: int) -> Step:
-    kinds = [_unary, _binary] if not depth else [_unary, _binary, _scan, _cond, _cond, _while, _map]
+    kinds = [_unary, _binary]
+    if depth:
+        kinds += [_scan, _cond, _cond, _while, _map, _detached, _ruled, _ruled, _root]
     return rng.choice(kinds)(rng, depth - 1)
 
 
@@ -162,6 +175,63 @@ def _map(rng: Random, depth: int) -> Step:
         f"map({block.__name__}, {batch})",
         lambda x, others: x + map(lambda row: block(row, others), others[1], batch).mean(0),
     )
+
+
+def _detached(rng: Random, depth: int) -> Step:
+    """A loop without a bound, of which no derivative is taken."""
+    block, bound = _block(rng, depth), rng.uniform(0, 2)
+
+    def looped(x: torch.Tensor, others: Tensors) -> torch.Tensor:
+        def going(carry: Any) -> Any:
+            return (carry[1] < 3) & (carry[0].square().sum() > bound)
+
+        fixed = tuple(other.detach() for other in others)
+        made, _ = while_loop(
+            going, lambda carry: (block(carry[0], fixed) * 0.7, carry[1] + 1), (x.detach(), 0)
+        )
+        return x * made.detach().sin()
+
+    return _named(f"detached while({block.__name__})", looped)
+
+
+def _ruled(rng: Random, depth: int) -> Step:
+    """A block whose rule is torch's derivative of it, with residuals of several kinds."""
+    block, forward, residual = _block(rng, depth), rng.random() < 0.4, rng.randint(0, 2)
+
+    def fn(x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return block(x, (y, rows))
+
+    if forward:
+        pushed = custom_jvp(fn)
+        pushed.defjvp(lambda primals, tangents: torch.func.jvp(fn, primals, tangents))
+        return _named(f"custom_jvp({block.__name__})", lambda x, others: pushed(x, *others))
+
+    def fwd(x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor) -> Any:
+        at = [x, x.sinh().asinh(), x.clone()][residual]
+        result = fn(x, y, rows)
+        return result, {"x": at, "y": y, "rows": [rows, result], "n": 2}
+
+    def bwd(residuals: Any, cotangent: torch.Tensor) -> Any:
+        rows, _ = residuals["rows"]
+        pulled = torch.func.vjp(fn, residuals["x"], residuals["y"], rows)[1]
+        return pulled(cotangent * residuals["n"] / 2)
+
+    pulled = custom_vjp(fn)
+    pulled.defvjp(fwd, bwd)
+    return _named(f"custom_vjp({block.__name__}, {residual})", lambda x, others: pulled(x, *others))
+
+
+def _root(rng: Random, depth: int) -> Step:
+    """The root of an equation that a block is part of; found without the solver, x = block + y."""
+    block = _block(rng, 0)
+
+    def solved(x: torch.Tensor, others: Tensors) -> torch.Tensor:
+        def f(z: torch.Tensor, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            return 2 * (z - block(x, (y, rows)))
+
+        return implicit.root(f, torch.zeros_like(x), x, *others, solve=lambda f, z: z - f(z) / 2)
+
+    return _named(f"root({block.__name__})", solved)
 
 
 def main() -> None:

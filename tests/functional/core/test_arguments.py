@@ -132,6 +132,21 @@ CASES: dict[str, Case] = {
     "map": Case(ta.map, fn=double, xs=X, batch_size=None, name="s"),
     "cond": Case(ta.cond, pred=True, true=lambda: X, false=lambda: X, name="s"),
     "switch": Case(ta.switch, index=0, branches=[lambda: X], name="s"),
+    "custom_vjp": Case(ta.custom_vjp, fn=double, nondiff_argnums=0),
+    "custom_vjp.defvjp": Case(ta.custom_vjp(double).defvjp, fwd=double, bwd=double),
+    "custom_jvp": Case(ta.custom_jvp, fn=double, nondiff_argnums=0),
+    "custom_jvp.defjvp": Case(ta.custom_jvp(double).defjvp, rule=double),
+    "custom_jvp.defjvps": Case(ta.custom_jvp(double).defjvps),
+    "root": Case(
+        lambda f, **given: ta.implicit.root(f, X, solve=lambda f, x: x, **given),
+        f=double, tangent_solve=None,
+    ),
+    "linear_solve": Case(
+        lambda matvec, **given: ta.implicit.linear_solve(
+            matvec, X, solve=lambda f, x: x, **given
+        ),
+        matvec=double, transpose_solve=None, symmetric=False,
+    ),
     "stack": Case(ta.stack, trees=[X, X]),
     "unstack": Case(ta.unstack, stacked=X),
     "shard": Case(
@@ -265,6 +280,19 @@ MEANT: dict[str, tuple[str, ...]] = {
     **{"while_loop.body": ("a function", "a module"), "while_loop.max_steps": ("None", "an int")},
     **{"map.fn": ("a function", "a module"), "map.batch_size": ("None", "an int")},
     **{"cond.pred": ("True",), "cond.false": ("a function", "a module")},
+    **dict.fromkeys(
+        ("custom_vjp.fn", "custom_vjp.defvjp.fwd", "custom_vjp.defvjp.bwd", "custom_jvp.fn",
+         "custom_jvp.defjvp.rule", "root.f", "linear_solve.matvec"),
+        ("a function", "a module"),
+    ),
+    **dict.fromkeys(
+        ("root.tangent_solve", "linear_solve.transpose_solve"),
+        ("None", "a function", "a module"),
+    ),
+    **dict.fromkeys(
+        ("custom_vjp.nondiff_argnums", "custom_jvp.nondiff_argnums"), ("an int", "negative")
+    ),
+    "linear_solve.symmetric": ("True",),
     **dict.fromkeys(("accumulate.batch", "pipeline.batch"), ("negative",)),
     **dict.fromkeys(("pipeline.stages", "stage_specs.specs"), ("None",)),
     "pipeline.microbatches": ("an int",),

@@ -14,6 +14,7 @@ from torchard.testing.derived import lack
 from torchard.testing.laws.derivative_levels import Level
 from torchard.testing.laws.vectors import OfVectors, direction_at, flattened, same_draws
 from torchard.testing.report import DerivativeReport, OrderReport
+from torchard.testing.wrong_rules import wrong_rules
 
 __all__ = ["check_derivatives"]
 
@@ -104,7 +105,10 @@ def check_derivatives(
         user = flattened(fn, args, seed)
         model = user.fn if straight_through is None else _surrogate(straight_through, args, seed, user)
         first = Level(user.fn, model, 1, tuple(modes), kinks, user)
-        report, rough = _checked(first, order, directions, generator)
+        try:
+            report, rough = _checked(first, order, directions, generator)
+        except AssertionError as error:
+            raise AssertionError(f"{error}{wrong_rules(user.original, user.args)}") from None
         if rough and (moved := _moved(user, generator)) is not None:
             _checked(replace(first, user=moved), order, directions, generator)
             report = DerivativeReport(replace(row, beside=not row.missing) for row in report)
