@@ -10,6 +10,7 @@ The modules directly in this folder hold the public functions. Where a function 
 module, ``from torchard.functional import checkpoint`` imports the function.
 """
 
+from torchard.functional.callbacks.calls import io_callback, pure_callback
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.control.cond import cond, switch
 from torchard.functional.control.scan import fori_loop, map, scan
@@ -30,9 +31,11 @@ __all__ = [
     "custom_vjp",
     "fori_loop",
     "functionalize",
+    "io_callback",
     "jit",
     "map",
     "name",
+    "pure_callback",
     "repeat",
     "saved_residuals",
     "scan",

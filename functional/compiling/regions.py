@@ -17,13 +17,15 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.callbacks.effect import Effect
+from torchard.functional.callbacks.pure import PureCall
 from torchard.functional.compiling.compiler_repairs import WRITES
 from torchard.functional.execution.choices import Conditional
 from torchard.functional.execution.reinplacing import written_base
 from torchard.functional.programs.graphs import computation, extracted
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.loops import issued_ahead, regrouped
-from torchard.functional.programs.markers import again, is_marker, listed
+from torchard.functional.programs.markers import after, again, is_marker, listed
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import AHEAD, LOOP, TASK, VAL
 from torchard.functional.programs.views import is_view, storage_of
@@ -141,7 +143,9 @@ def _is_kernel(node: fx.Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return _is_kernel(node.all_input_nodes[0])
-    return isinstance(target, (Update, Conditional)) or (isinstance(target, Fused) and target.opaque)
+    if target is after or isinstance(target, (Update, Conditional, Effect, PureCall)):
+        return True
+    return isinstance(target, Fused) and target.opaque
 
 
 def _task(node: fx.Node) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.callbacks.effect import threaded
 from torchard.functional.control.iteration import (
     as_tensor,
     captured,
@@ -19,7 +20,7 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import BranchError
 from torchard.functional.core.scope_frames import Frame
 from torchard.functional.guards.present_cells import with_present_cells
-from torchard.functional.loops.branch_call import BranchCall, same_inputs
+from torchard.functional.loops.branch_call import BranchCall, has_effects, same_inputs
 from torchard.functional.loops.branches import run, selected
 from torchard.functional.loops.call import as_body
 from torchard.functional.programs.program import Program
@@ -166,10 +167,22 @@ def _traced(
     index: torch.Tensor,
     branches: Sequence[_Branch],
     operands: tuple[Any, ...],
+    ordered: bool = False,
 ) -> Any:
-    """The conditional as one operation of the trace in progress."""
+    """The conditional as one operation of the trace in progress.
+
+    Args:
+        ordered: whether branches take and return the token of effects.
+    """
     programs = [_program(branch, operands) for branch in branches]
     _check_alike(who, names, [_results(program) for program in programs])
+    if not ordered and any(has_effects(program.graph) for program in programs):
+        for branch in branches:
+            branch.fn = threaded(branch.fn)
+        operands = (state.token(), *operands)
+        result, token = _traced(state, who, names, index, branches, operands, ordered=True)
+        state.tokens[False] = token
+        return result
     own = [len(program.closures) + len(program.constants) for program in programs]
     values = list(operands_of(operands))
     for program in programs:

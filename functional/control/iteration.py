@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.callbacks.effect import threaded
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import LoopError
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.scope_frames import Frame, in_iteration
 from torchard.functional.guards.present_cells import with_present_cells
+from torchard.functional.loops.branch_call import has_effects
 from torchard.functional.loops.call import Gives, LoopCall, Takes, as_body
 from torchard.functional.loops.differentiated import run
 from torchard.functional.loops.looked_up import take_rows
@@ -72,6 +74,7 @@ class Iterated:
         count: the number of iterations; 0 returns the carry, and ys without rows.
         reverse: whether the last row is first.
         number: the leaf of the rows that is the number of the iteration, if there is one.
+        ordered: whether the carry has the token of effects.
     """
 
     words: Wording
@@ -80,6 +83,7 @@ class Iterated:
     count: int
     reverse: bool = False
     number: torch.Tensor | None = None
+    ordered: bool = False
 
     def __call__(self, rows: Any, carry: Any, shared: Sequence[Any] = ()) -> tuple[Any, Any]:
         """The last carry, and the ys of all iterations, stacked.
@@ -160,6 +164,8 @@ class Iterated:
         """The loop as one operation of the trace in progress."""
         present = with_present_cells(step.fn)
         program = self._body(step, rows, carry, shared)
+        if not self.ordered and has_effects(program.graph):
+            return self._in_order(state, rows, carry, shared)
         step.fn = present  # what derivatives may run again
         of_rows, carried, others = (operands_of(each) for each in (rows, carry, shared))
         operands = (*of_rows, *carried, *others, *captured(state, program))
@@ -176,6 +182,22 @@ class Iterated:
         call = LoopCall(body, taken, tuple(gives), self.count, self.reverse, run)
         last, ys = program.out_tree.build(call(*natives))
         return last, ys
+
+    def _in_order(
+        self, state: TraceState, rows: Any, carry: Any, shared: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        """The loop, whose iterations hand on the token of their effects."""
+        run = threaded(self.fn)
+
+        def fn(carry: Any, row: Any, *shared: Any) -> tuple[Any, Any]:
+            (carry, y), token = run(carry[1], carry[0], row, *shared)
+            return (carry, token), y
+
+        fn.__name__ = getattr(self.fn, "__name__", self.frame.name)
+        loop = replace(self, fn=fn, ordered=True)
+        (carry, token), ys = loop(rows, (carry, state.token()), shared)
+        state.tokens[False] = token
+        return carry, ys
 
     def _body(self, step: Application, rows: Any, carry: Any, shared: Sequence[Any]) -> Program:
         """The program of one application."""

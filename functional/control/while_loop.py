@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.callbacks.effect import threaded
 from torchard.functional.control.cond import cond as choose
 from torchard.functional.control.iteration import (
     Iterated,
@@ -24,6 +25,7 @@ from torchard.functional.core.arguments import AtLeast, checked
 from torchard.functional.core.errors import LoopError
 from torchard.functional.core.scope_frames import Frame
 from torchard.functional.guards.present_cells import with_present_cells
+from torchard.functional.loops.branch_call import has_effects
 from torchard.functional.loops.branches import selected
 from torchard.functional.loops.open_loops import open_loop
 from torchard.functional.tracing.trace_state import TraceState, active, current_frames, in_frames
@@ -174,23 +176,36 @@ class _While:
         loop = self._iterated()
         carry = loop.first(None, carry)
         step, present = loop.step(carry), (with_present_cells(self.cond), with_present_cells(self.body))
-        frame = Frame(f"{self.name}/*", iterated=True)
+        frame, ordered = Frame(f"{self.name}/*", iterated=True), False
         with in_frames((*current_frames(), Frame(self.name))):
             begins = self.holds(carry)
 
+        def once(carry: Any) -> Any:
+            new, _none = step(carry, None, ())
+            return self.holds(new), new
+
+        def in_order(carry: Any) -> Any:
+            (holds, new), token = threaded(once)(carry[1], carry[0])
+            return holds, (new, token)
+
         def body(_: torch.Tensor, carry: Any) -> Any:
             with in_frames((*current_frames(), frame)):
-                new, _none = step(carry, None, ())
-                return self.holds(new), new
+                return in_order(carry) if ordered else once(carry)
 
         body.__name__ = getattr(self.body, "__name__", self.name)
         program = trace_shapes(body, begins, carry)
+        if has_effects(program.graph):
+            carry, ordered = (carry, state.token()), True
+            program = trace_shapes(body, begins, carry)
         self.cond, self.body = present
         shared = captured(state, program)
         operands = [begins, *operands_of(carry)]
         call = open_loop(program, len(operands), len(shared))
         results = call(*(state.operand(value) for value in (*operands, *shared)))
-        return program.out_tree.build(results)[1]
+        last = program.out_tree.build(results)[1]
+        if ordered:
+            last, state.tokens[False] = last
+        return last
 
     def _iterated(self) -> Iterated:
         return Iterated(_WORDS, lambda carry, _: (self.body(carry), None), Frame(), 1)

@@ -18,6 +18,7 @@ from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.tracing.purify import purify, replay, specs_of
 from torchard.functional.tracing.record import record
+from torchard.functional.tracing.trace_state import silent
 
 __all__ = [
     "batched",
@@ -256,7 +257,8 @@ def _restricted(
         primals = list(given)
         for i, value in zip(wanted, values, strict=True):
             primals[i] = value
-        outputs = f([*primals, *constants])
+        with silent():
+            outputs = f([*primals, *constants])
         return tuple(outputs[i] for i in floats)
 
     return restricted, tuple(given[i] for i in wanted)
@@ -317,7 +319,8 @@ def with_tangents(program: Program, mask: Sequence[bool]) -> Program:
             primals = list(given)
             for i, value in zip(wanted, values, strict=True):
                 primals[i] = value
-            outputs = f([*primals, *constants])
+            with silent():
+                outputs = f([*primals, *constants])
             pairs = list(zip(outputs, is_float, strict=True))
             return tuple(x for x, fl in pairs if fl), tuple(x for x, fl in pairs if not fl)
 

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.callbacks.effect import Effect
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
+from torchard.functional.loops.call import LoopCall
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tags import VAL
 
-__all__ = ["BranchCall", "branch_calls", "same_inputs"]
+__all__ = ["BranchCall", "branch_calls", "has_effects", "same_inputs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +54,17 @@ class BranchCall:
         """The spec of each result."""
         vals = [VAL.of(node) for node in self.branches[0].results]
         return [contiguous(tuple(val.shape), val.dtype, val.device) for val in vals]
+
+
+def has_effects(graph: fx.Graph) -> bool:
+    """Whether there is an effect in a graph, or in what its loops and conditionals run."""
+    for node in graph.nodes:
+        target = node.target
+        inside = target.branches if isinstance(target, BranchCall) else ()
+        inside = (target.body,) if isinstance(target, LoopCall) else inside
+        if isinstance(target, Effect) or any(has_effects(program.graph) for program in inside):
+            return True
+    return False
 
 
 def branch_calls(graph: fx.Graph) -> list[fx.Node]:

@@ -19,7 +19,6 @@ from torchard.functional.loops.derived import (
     pushforward,
     with_carries,
 )
-from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import replay, specs_of
 from torchard.functional.tracing.trace_state import TraceState, active, current_frames, in_frames
 
@@ -138,19 +137,11 @@ def recorded(
 
     It has a derivative: that autograd is off in here means nothing.
     """
-    known = [_tracked(state, x) for x in operands]
+    known = list(map(state.tracked, operands))
     results = tuple(internals.fake(state.fakes, spec) for spec in call.result_specs())
     with torch.enable_grad():
         internals.record_call(state.tracer, call, known, results)
     return results
-
-
-def _tracked(state: TraceState, operand: torch.Tensor) -> torch.Tensor:
-    """The operand, or an alias of it that the trace has a node for."""
-    if internals.proxy_node(state.tracer, operand) is not None:
-        return operand
-    alias: torch.Tensor = aten.alias.default(operand)
-    return alias
 
 
 def _iterate(loop: LoopCall, operands: Tensors) -> tuple[torch.Tensor, ...]:

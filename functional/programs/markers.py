@@ -23,9 +23,11 @@ __all__ = [
     "COLLECTORS",
     "Iteration",
     "Loop",
+    "after",
     "again",
     "chosen",
     "enter",
+    "first",
     "goes_on",
     "is_marker",
     "item",
@@ -118,6 +120,23 @@ def row(stacked: torch.Tensor) -> torch.Tensor:
 
 # To read a row again is as free as a view.
 row.is_view = True  # type: ignore[attr-defined]  # torchard's mark
+
+
+def first() -> torch.Tensor:
+    """The token before a program's first effect."""
+    return torch.zeros((), dtype=torch.bool)
+
+
+def after(value: torch.Tensor, token: torch.Tensor, of_gradients: bool) -> torch.Tensor:
+    """A result of a program, which has it after the effect whose token this is.
+
+    Args:
+        of_gradients: whether the effect is that of a gradient which the program takes.
+    """
+    return value
+
+
+after.is_view = True  # type: ignore[attr-defined]  # torchard's mark
 
 
 def leave(value: torch.Tensor) -> torch.Tensor:

@@ -254,7 +254,7 @@ def record_call(
     tracer: RecordingTracer,
     target: Callable[..., Any],
     operands: Sequence[torch.Tensor],
-    results: tuple[torch.Tensor, ...],
+    results: torch.Tensor | tuple[torch.Tensor, ...],
 ) -> None:
     """Add a call whose results are these fake tensors; the operands are tensors of the trace."""
     with no_modes():

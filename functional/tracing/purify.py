@@ -20,12 +20,13 @@ from torchard.functional.effects.picked import check_picked
 from torchard.functional.effects.writes import functionalize_writes
 from torchard.functional.guards.references import References
 from torchard.functional.programs.graphs import Inserter
+from torchard.functional.programs.markers import after, first
 from torchard.functional.programs.tagging import put
 from torchard.functional.programs.tags import CUT, NAME, PHASE, SOURCE, VAL, WEAK
 from torchard.functional.programs.views import sweep
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.record import Recording
-from torchard.functional.tracing.trace_state import active
+from torchard.functional.tracing.trace_state import active, is_silent
 
 __all__ = ["call_pure", "purify", "replay", "specs_of"]
 
@@ -81,6 +82,10 @@ def _replay_node(
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     if state is None:
         return call(node, args, kwargs)
+    if node.target is first and not is_silent():
+        return state.token()
+    if node.target is after and not is_silent():  # the trace in progress ties it to its own result
+        state.tokens[args[2]] = args[1]
     state.replaying = node
     state.cutting = CUT.on(node)
     try:

@@ -18,6 +18,8 @@ from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.effects.picked import Picked
 from torchard.functional.programs.graphs import without_garbage
+from torchard.functional.programs.markers import after
+from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.inner_gradients import primals_of
@@ -87,7 +89,7 @@ def record(
                 outputs = _run(state, fn, inputs)
                 _check_layouts(state.tracer.graph)
                 nodes = tuple(_output_node(state, output) for output in outputs)
-            state.tracer.graph.output(nodes)
+            state.tracer.graph.output(_after_effects(state, nodes))
         finally:  # after a refused trace too, tensors that were kept outside have no values
             internals.end_fakes(state.tracer, _leaked)
     closures = [closure for closure, _ in state.closures.values()]
@@ -317,6 +319,20 @@ def _output_node(state: TraceState, output: torch.Tensor) -> fx.Node:
             "return tensors computed by torch from the arguments."
         )
     return node
+
+
+def _after_effects(state: TraceState, outputs: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """The outputs, of which the last effects are read: those of gradients by the last output."""
+    tied = list(outputs)
+    for of_gradients, place in ((False, 0), (True, -1)):
+        token = state.tokens.pop(of_gradients, None)
+        if token is not None:
+            node = internals.proxy_node(state.tracer, internals.base_tensor(token))
+            value = tied[place]
+            tied[place] = state.tracer.graph.call_function(after, (value, node, of_gradients))
+            inherit(tied[place], value, "value")
+            VAL.set(tied[place], VAL.of(value))
+    return tuple(tied)
 
 
 def _lift_attributes(recording: Recording, state: TraceState) -> None:

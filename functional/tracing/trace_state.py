@@ -25,6 +25,7 @@ from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.effects.grad_dependent_ops import without_gradient
 from torchard.functional.effects.mutation import turns_in_place
 from torchard.functional.effects.picked import Picked
+from torchard.functional.programs.markers import first
 from torchard.functional.programs.tagging import Tag, Tags, inherited_tags, put
 from torchard.functional.programs.tags import (
     CUT,
@@ -39,6 +40,7 @@ from torchard.functional.programs.tags import (
 )
 from torchard.functional.remat.recompute import RECOMPUTE
 from torchard.functional.remat.segments import segments_opened
+from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.stand_ins import stand_in
 
 __all__ = [
@@ -50,7 +52,9 @@ __all__ = [
     "current_frames",
     "entered",
     "in_frames",
+    "is_silent",
     "scope",
+    "silent",
     "tracing",
 ]
 
@@ -125,6 +129,8 @@ class TraceState:
     ungraded: set[fx.Node] = field(default_factory=set)
     reads_autograd: bool = False
     paths: Sequence[str] = ()  # the inputs' paths in the call, if known
+    # The tokens of the last effects, of the forward and of gradients that are taken (callbacks/).
+    tokens: dict[bool, torch.Tensor] = field(default_factory=dict)
     # Lookups that represent views (picked.py).
     picked: list[Picked] = field(default_factory=list)
 
@@ -162,11 +168,12 @@ class TraceState:
         if node is not None:
             NAME.set(node, label)
 
-    def _backward(self) -> bool:
+    def is_backward(self) -> bool:
+        """Whether a gradient is taken."""
         return internals.graph_task() != self.task
 
     def _fresh_tags(self) -> Tags:
-        if self._backward():
+        if self.is_backward():
             number = internals.current_backward_node()
             origin = self.origins.get(number, {}) if number is not None else {}
             kept = {tag: value for tag, value in origin.items() if tag.follows == "place"}
@@ -197,8 +204,8 @@ class TraceState:
         assert replayed is not None
         tags = inherited_tags(replayed, "call" if node.target == replayed.target else "place")
         tags.pop(VAL, None)  # the new node has a value of its own
-        if self._backward() or PHASE not in tags:
-            tags[PHASE] = "backward" if self._backward() else "forward"
+        if self.is_backward() or PHASE not in tags:
+            tags[PHASE] = "backward" if self.is_backward() else "forward"
         tags[ORIGIN] = self._origin_here(replayed, tags[PHASE])
         segments = tuple(segment.inside(self.frames) for segment in tags.get(SEGMENTS, ()))
         place = self._place(tags.get(FRAMES, ()))
@@ -252,6 +259,22 @@ class TraceState:
         if operand is not value:
             self.closures[id(stand_in(value))][0].kept = True
         return operand
+
+    def tracked(self, operand: torch.Tensor) -> torch.Tensor:
+        """The operand, or an alias of it that the trace has a node for."""
+        if internals.proxy_node(self.tracer, operand) is not None:
+            return operand
+        alias: torch.Tensor = aten.alias.default(operand)
+        return alias
+
+    def token(self) -> torch.Tensor:
+        """The token of the last effect, or one from before all effects."""
+        if False not in self.tokens:
+            spec = contiguous((), torch.bool, torch.device("cpu"))
+            token = internals.fake(self.fakes, spec)
+            internals.record_call(self.tracer, first, (), token)
+            return token
+        return self.tokens[False]
 
     def lift(self, value: Any) -> torch.Tensor:
         """The operand that represents a foreign tensor or placed object."""
@@ -418,3 +441,19 @@ def in_frames(frames: tuple[Frame, ...]) -> Iterator[None]:
         yield
     finally:
         state.frames = before
+
+
+def is_silent() -> bool:
+    """Whether effects are left out: what runs was run before."""
+    return getattr(_states, "silent", False)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """A context in which effects are left out: a derivative computes its forward again."""
+    before = is_silent()
+    _states.silent = True
+    try:
+        yield
+    finally:
+        _states.silent = before

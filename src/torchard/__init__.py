@@ -5,7 +5,8 @@ compiled) is specified outside of it, by transforms. This module re-exports the 
 defined in `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 """
 
-from torchard import implicit, machines, nn, optim, policies, random, transforms, tree
+from torchard import debug, implicit, machines, nn, optim, policies, random, transforms, tree
+from torchard.functional.callbacks.calls import io_callback, pure_callback
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.control.cond import cond, switch
 from torchard.functional.control.scan import fori_loop, map, scan
@@ -163,6 +164,7 @@ __all__ = [
     "constrain",
     "custom_jvp",
     "custom_vjp",
+    "debug",
     "find",
     "fori_loop",
     "from_dtensor",
@@ -172,6 +174,7 @@ __all__ = [
     "global_norm",
     "implicit",
     "initialize",
+    "io_callback",
     "jit",
     "load",
     "machines",
@@ -189,6 +192,7 @@ __all__ = [
     "ppermute",
     "psum",
     "psum_scatter",
+    "pure_callback",
     "pvary",
     "random",
     "redistribute",
