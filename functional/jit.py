@@ -22,11 +22,12 @@ from torchard.functional.compiling.regions import by_regions
 from torchard.functional.compiling.writes_in_place import write_in_place
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.functional.core.errors import PurityError
 from torchard.functional.core.locks import Lock
 from torchard.functional.engine.lowered_function import width
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.binding import BoundLater, Compiling
-from torchard.functional.execution.choices import outlined
+from torchard.functional.execution.choices import effects_of_branches, outlined
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.donated import donated_parts, own
 from torchard.functional.execution.failures import compiled_failed
@@ -164,7 +165,16 @@ class Compile(Rewrite):
         return run if program.runtime is None else program.runtime.guard(program, run, module.graph)
 
     def _planned(self, graph: fx.Graph, generated: Bound, program: Program) -> Bound:
-        """The graph in planned memory; a backward shares that of its forward, which is bound first."""
+        """The graph in planned memory; a backward shares that of its forward, which is bound first.
+
+        Raises:
+            PurityError: a branch has an effect; planned memory computes all branches.
+        """
+        for effect in effects_of_branches(graph):
+            raise PurityError(
+                f"{effect.where}{effect.name} is called in a branch, and jit(memory='planned') computes "
+                "all branches. Call it outside of the branch, or leave out memory='planned'."
+            )
         halves: Split | None = HALVES.get(program.output)
         if halves is None:
             donated = donated_parts(program)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchard.functional.callbacks.effect import Effect, performed
+from torchard.functional.callbacks.effect import performed
 from torchard.functional.callbacks.pure import PureCall
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
@@ -16,6 +16,7 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.custom.custom_vjp import custom_vjp
 from torchard.functional.guards.present_cells import with_present_cells
+from torchard.functional.programs.markers import Effect
 from torchard.functional.tracing.trace_state import active
 
 __all__ = ["callback", "io_callback", "print", "print_cotangent", "pure_callback"]
@@ -188,7 +189,7 @@ def _perform(
     name: str, fn: Callable[..., Any], args: Any, kwargs: Any, results: Any = None
 ) -> Any:
     given, run, specs, build = _prepared(fn, args, kwargs, results)
-    effect = Effect(name, run, specs, source.begins_here())
+    effect = Effect(name, run, performed, specs, source.begins_here())
     return build(performed(effect, given)[1:])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,46 +11,22 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional.callbacks.pure import as_results, of_each
 from torchard.functional.core.errors import DerivativeError
-from torchard.functional.core.tensor_spec import TensorSpec, contiguous, is_inexact_dtype
-from torchard.functional.programs.markers import first
+from torchard.functional.core.tensor_spec import contiguous, is_inexact_dtype
+from torchard.functional.programs.markers import Effect, first
 from torchard.functional.tracing.trace_state import TraceState, active, is_silent
 
-__all__ = ["Effect", "performed", "threaded"]
+__all__ = ["performed", "threaded"]
 
 Tensors = Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class Effect:
-    """A call with values, for its effect: it takes a token and the values, and returns a token, results.
-
-    Attributes:
-        name: what it is, in the text of programs.
-        perform: receives the values, and returns the results.
-        results: what it returns.
-        where: the line of the user's code.
-    """
-
-    name: str
-    perform: Callable[..., Any]
-    results: tuple[TensorSpec, ...] = ()
-    where: str = ""
-
-    namespace = "torchard"
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    def __call__(self, token: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Perform it, or record it in the trace in progress."""
-        return performed(self, values, token)
 
 
 def performed(
     effect: Effect, values: Tensors, token: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Perform an effect after the one before it in the trace in progress: a token, and its results.
+    """Perform an effect after the one before it: a token, and its results.
+
+    Args:
+        token: that of the one before; if None, of the last one in the trace in progress.
 
     Raises:
         DerivativeError: its result is needed a second time, to compute a derivative.
@@ -64,14 +40,12 @@ def performed(
             "function runs again, and a call with effects does not. Use pure_callback, or call it "
             "outside and pass the result."
         )
-    if state is not None:
-        token = state.tokens.get(state.is_backward(), token)
     if token is None:
-        token = first() if state is None else state.token()
+        token = first() if state is None else state.token(state.is_backward())
     apply: Any = _Performed.apply
     made: tuple[torch.Tensor, ...] = apply(effect, token, *values)
     if state is not None:
-        state.tokens[state.is_backward()] = made[0]
+        state.put_token(made[0], state.is_backward())
     return made
 
 
@@ -145,7 +119,7 @@ def threaded(fn: Callable[..., Any]) -> Callable[..., tuple[Any, torch.Tensor]]:
     def run(token: torch.Tensor, *args: Any) -> tuple[Any, torch.Tensor]:
         state = active()
         assert state is not None
-        state.tokens[False] = state.operand(token)
+        state.put_token(state.operand(token))
         result = fn(*args)
         return result, state.tokens.pop(False)
 

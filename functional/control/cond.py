@@ -181,7 +181,7 @@ def _traced(
             branch.fn = threaded(branch.fn)
         operands = (state.token(), *operands)
         result, token = _traced(state, who, names, index, branches, operands, ordered=True)
-        state.tokens[False] = token
+        state.put_token(token)
         return result
     own = [len(program.closures) + len(program.constants) for program in programs]
     values = list(operands_of(operands))

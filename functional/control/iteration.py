@@ -196,7 +196,7 @@ class Iterated:
         fn.__name__ = getattr(self.fn, "__name__", self.frame.name)
         loop = replace(self, fn=fn, ordered=True)
         (carry, token), ys = loop(rows, (carry, state.token()), shared)
-        state.tokens[False] = token
+        state.put_token(token)
         return carry, ys
 
     def _body(self, step: Application, rows: Any, carry: Any, shared: Sequence[Any]) -> Program:

@@ -204,7 +204,8 @@ class _While:
         results = call(*(state.operand(value) for value in (*operands, *shared)))
         last = program.out_tree.build(results)[1]
         if ordered:
-            last, state.tokens[False] = last
+            last, token = last
+            state.put_token(token)
         return last
 
     def _iterated(self) -> Iterated:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -22,13 +22,13 @@ from torch import fx
 from torchard.functional.effects.unused_results import may_have_effects
 from torchard.functional.programs.graphs import extracted
 from torchard.functional.programs.loops import ordered, regrouped
-from torchard.functional.programs.markers import chosen, is_marker, taken
+from torchard.functional.programs.markers import Effect, chosen, is_marker, taken
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import AHEAD, LOOP, VAL
 from torchard.functional.programs.views import storage_of
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["Conditional", "outlined"]
+__all__ = ["Conditional", "effects_of_branches", "outlined"]
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 MakeRun = Callable[[fx.Graph], Run]
@@ -70,6 +70,20 @@ def outlined(graph: fx.Graph, compile: MakeRun) -> fx.Graph | None:
     if not any(node.target is chosen for node in graph.nodes):
         return None
     return _Outlined(graph, compile).graph()
+
+
+def effects_of_branches(graph: fx.Graph) -> Iterator[Effect]:
+    """The effects in a graph that are performed if a branch is taken."""
+    if not any(isinstance(node.target, Effect) for node in graph.nodes):
+        return
+    made = outlined(graph, _uncompiled)
+    todo = [] if made is None else [made]
+    while todo:
+        for node in todo.pop().nodes:
+            if isinstance(node.target, Conditional):
+                todo += node.target.blocks
+                for block in node.target.blocks:
+                    yield from (n.target for n in block.nodes if isinstance(n.target, Effect))
 
 
 @dataclass
@@ -238,6 +252,10 @@ def _needed(bits: int, groups: Sequence[_Group]) -> int:
         found |= 1 << number
         todo = (todo | groups[number].after) & ~found
     return found
+
+
+def _uncompiled(block: fx.Graph) -> Run:
+    raise AssertionError("a block that was only looked at runs")
 
 
 def _stays(node: fx.Node) -> bool:

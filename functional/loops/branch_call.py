@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.callbacks.effect import Effect
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.loops.call import LoopCall
+from torchard.functional.programs.markers import Effect
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tags import VAL
 

@@ -2,14 +2,14 @@
 
 A node in a loop is tagged with it. Its operands are values of the same iteration, of the same iteration
 of another loop with as many (by the index of the row, whatever the order), or of no loop: the same for
-all. These functions say everything else; `chosen` is what a conditional becomes, in a loop or not. As
-operations on the values of one iteration they are simple; what runs is code with a loop
-(execution/loop_code.py), or the unrolled program.
+all. These functions say everything else; `chosen` is what a conditional becomes, in a loop or not, and
+`Effect` a call of a Python function, in the order of tokens. As operations on the values of one iteration
+they are simple; what runs is code with a loop (execution/loop_code.py), or the unrolled program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
+from torchard.functional.core.tensor_spec import TensorSpec
 
 __all__ = [
     "COLLECTORS",
+    "Effect",
     "Iteration",
     "Loop",
     "after",
@@ -120,6 +122,35 @@ def row(stacked: torch.Tensor) -> torch.Tensor:
 
 # To read a row again is as free as a view.
 row.is_view = True  # type: ignore[attr-defined]  # torchard's mark
+
+
+@dataclass(frozen=True, eq=False)
+class Effect:
+    """A call with values, for its effect: it takes a token and the values, and returns a token, results.
+
+    Attributes:
+        name: what it is, in the text of programs.
+        perform: receives the values, and returns the results.
+        run: runs it under any transform, or records it; set by whoever makes it (callbacks/effect.py).
+        results: what it returns.
+        where: the line of the user's code.
+    """
+
+    name: str
+    perform: Callable[..., Any]
+    run: Callable[..., tuple[torch.Tensor, ...]]
+    results: tuple[TensorSpec, ...] = ()
+    where: str = ""
+
+    namespace = "torchard"
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, token: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Perform it, or record it in the trace in progress."""
+        return self.run(self, values, token)
 
 
 def first() -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch import fx
 from torchard.functional.core.scope_frames import in_iteration
 from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.loops import iterating, move_to_readers
-from torchard.functional.programs.markers import Loop
+from torchard.functional.programs.markers import Effect, Loop
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit, put
 from torchard.functional.programs.tags import (
@@ -177,6 +177,8 @@ class _Versions:
         base = base_of(node)
         if base is not None:  # a view has the version of its base
             return node, self._version(base, mine[:shared], now)[1], now
+        if is_effect(node):
+            return node, 0, now
         if is_tuple(node):
             return node, shared, now
         deep = (i for i in range(shared, 0, -1) if self._decision(node, mine[i - 1]) != "save")
@@ -266,6 +268,12 @@ class _Versions:
         """Tag a value with the reason why the backward reads the original."""
         root = storage_of(node)
         WHY.setdefault(root, why_kept(segments_of(root), reader))
+
+
+def is_effect(node: fx.Node) -> bool:
+    """Whether a node is an effect or its result, which a backward does not compute again."""
+    whole = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return isinstance(whole.target, Effect)
 
 
 def _after_operands(node: fx.Node) -> None:

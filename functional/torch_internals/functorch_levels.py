@@ -25,6 +25,7 @@ __all__ = [
     "JVP",
     "VMAP",
     "base_tensor",
+    "batch_dim",
     "batch_dims",
     "before_reading",
     "below_forward_ad",
@@ -112,6 +113,11 @@ def batch_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
             dims.append((functorch_c.maybe_get_level(tensor), functorch_c.maybe_get_bdim(tensor)))
         tensor = functorch_c.get_unwrapped(tensor)
     return dims
+
+
+def batch_dim(tensor: torch.Tensor) -> int | None:
+    """The batch dim of the tensor that the outermost wrapper wraps; None if that is not of a vmap."""
+    return functorch_c.maybe_get_bdim(tensor) if functorch_c.is_batchedtensor(tensor) else None
 
 
 def mapped_at_top(values: Sequence[Any]) -> bool:

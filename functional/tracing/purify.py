@@ -85,7 +85,7 @@ def _replay_node(
     if node.target is first and not is_silent():
         return state.token()
     if node.target is after and not is_silent():  # the trace in progress ties it to its own result
-        state.tokens[args[2]] = args[1]
+        state.put_token(args[1], args[2])
     state.replaying = node
     state.cutting = CUT.on(node)
     try:

@@ -267,14 +267,22 @@ class TraceState:
         alias: torch.Tensor = aten.alias.default(operand)
         return alias
 
-    def token(self) -> torch.Tensor:
+    def token(self, of_gradients: bool = False) -> torch.Tensor:
         """The token of the last effect, or one from before all effects."""
-        if False not in self.tokens:
-            spec = contiguous((), torch.bool, torch.device("cpu"))
-            token = internals.fake(self.fakes, spec)
-            internals.record_call(self.tracer, first, (), token)
-            return token
-        return self.tokens[False]
+        if of_gradients in self.tokens:
+            return self.tokens[of_gradients]
+        token = internals.fake(self.fakes, contiguous((), torch.bool, torch.device("cpu")))
+        internals.record_call(self.tracer, first, (), token)
+        return token
+
+    def put_token(self, token: torch.Tensor, of_gradients: bool = False) -> None:
+        """Take a token for that of the last effect: that of any example, outside of all levels."""
+        while internals.is_wrapped(token):
+            place = internals.batch_dim(token)
+            token = internals.wrapped_in(token)[0]
+            if place is not None:
+                token = token.select(place, 0)
+        self.tokens[of_gradients] = token
 
     def lift(self, value: Any) -> torch.Tensor:
         """The operand that represents a foreign tensor or placed object."""

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.graphs import with_operands
+from torchard.functional.programs.markers import Effect
 from torchard.functional.programs.running_sums import added_product, sum_so_far
 from torchard.functional.programs.tagging import Tags, inherited_tags, put
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, RUNNING, SHAPE, STEP, VAL
@@ -146,6 +147,15 @@ class _Local:
     def operand_axes(self, operand: int, dim: int) -> tuple[str, ...]:
         layout: Layout = LAYOUT.of(self._call.operands[operand])
         return layout.axes_of(dim)
+
+    def is_distributed(self) -> bool:
+        return not self._low.mesh.virtual and self._low.mesh.size > 1
+
+    def is_first(self) -> bool:
+        self._low.by_position = True
+        own = {axis for axis, _ in result_layouts(self._call.node)[0].home}
+        own.update(axis for operand in self._call.operands for axis in axes_of(operand))
+        return all(axis in own or place == 0 for axis, place in self._coords.items())
 
 
 def result_layouts(node: fx.Node) -> tuple[Layout, ...]:
@@ -371,15 +381,21 @@ class Lowering:
             key = tuple(at[a] for a in axes)
             if key not in parts:
                 parts[key] = Value(self._local(node, call, outs, at))
+            elif isinstance(node.target, Effect):  # each rank sees its own, after the one before
+                token = self.emit.call(operator.getitem, parts[key].get(), 0)
+                parts[key] = Value(self._local(node, call, outs, at, token))
         self.env[node] = parts
 
-    def _local(self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords) -> Any:
+    def _local(
+        self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords, token: Any = None
+    ) -> Any:
         if not isinstance(node.target, Update):  # whose parameters may be empty one by one
             empty = empty_shard_result(call, outs, at, self.mesh.shape, self.emit.full)
             if empty is not None:
                 return empty
 
         here = [self.env[o][LAYOUT.of(o).key(at)].get() for o in call.operands]
+        here = here if token is None else [token, *here[1:]]
         args, kwargs = with_operands(node, here)
         rule = lookup(node.target)
         if rule is not None and rule.emit is not None and not GATHERED.get(node):

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import DerivativeError
+from torchard.functional.programs.markers import Effect, after
 from torchard.functional.programs.tags import PHASE
 from torchard.functional.tracing.trace_state import TraceState, active
 from torchard.sharding.manual.manual_collectives import (
@@ -60,7 +61,12 @@ _NONE: Axes = frozenset()
 
 def node_varies(node: fx.Node, known: dict[fx.Node, Axes]) -> Axes:
     """The axes a node varies over, given those of its operands."""
-    of_operands = _NONE.union(*(known[source] for source in node.all_input_nodes))
+    read = node.all_input_nodes
+    if node.target is after:
+        read = read[:1]
+    elif isinstance(node.target, Effect) and not node.target.results:
+        read = []  # a token is the same for all ranks, whatever they see
+    of_operands = _NONE.union(*(known[source] for source in read))
     if is_axis_index(node):
         return frozenset(node.args[1])  # type: ignore[arg-type]
     move = move_of(node)

@@ -83,7 +83,7 @@ def local_operations(graph: fx.Graph) -> dict[fx.Node, ManualConstraint]:
         move = move_of(node)
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        if move is not None or varying[node]:
+        if move is not None or any(varying[each] for each in (node, *node.all_input_nodes)):
             constraints[node] = ManualConstraint(
                 ins=tuple(varying[operand] for operand in Call.of(node).operands),
                 out=varying[node],

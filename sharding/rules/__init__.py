@@ -7,7 +7,15 @@ of torchard's own operations: fused kernels, shard_map's collectives, and blocks
 windows.
 """
 
-from torchard.sharding.rules import blocks, compute, data_movement, fused, loops, manual_collectives
+from torchard.sharding.rules import (
+    blocks,
+    compute,
+    data_movement,
+    effects,
+    fused,
+    loops,
+    manual_collectives,
+)
 from torchard.sharding.rules.registry import (
     REGISTRY,
     Call,
@@ -27,6 +35,7 @@ __all__ = [
     "blocks",
     "compute",
     "data_movement",
+    "effects",
     "find",
     "fused",
     "lookup",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.func import grad
 
-from torchard import Mesh, P, cond, full, place, shard, tree, while_loop
+from torchard import Mesh, P, cond, debug, fori_loop, full, place, shard, tree, while_loop
 
 __all__ = ["CHECKS"]
 
@@ -44,4 +44,40 @@ def loops_and_branches(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-CHECKS: dict[str, Callable[[int, int], Any]] = {"loops_and_branches": loops_and_branches}
+def effects(rank: int, world: int) -> dict[str, Any]:
+    """What was seen here and alone, in a forward and in a gradient."""
+    seen: list[tuple[str, float]] = []
+
+    def see(what: str, value: torch.Tensor) -> torch.Tensor:
+        debug.callback(lambda value: seen.append((what, round(float(value), 6))), value)
+        return value
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        def body(i: Any, h: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(h @ w)
+            see("norm", h.norm())
+            return cond(h.sum() > 0, lambda h: h + see("max", h.max()), lambda h: h * 2, h)
+
+        return see("loss", fori_loop(0, 3, body, x).square().mean())
+
+    def transcript(fn: Callable[..., Any], *args: Any) -> list[tuple[str, float]]:
+        seen.clear()
+        fn(*args)
+        return list(seen)
+
+    mesh, seed = Mesh({"dp": world}), torch.Generator().manual_seed(5)
+    w = torch.randn(4, 4, generator=seed, dtype=torch.float64)
+    x = torch.randn(3 * world + 1, 4, generator=seed, dtype=torch.float64)
+    placed = place(w, mesh, P()), place(x, mesh, P("dp"))
+    ways = (lambda fn: fn), grad
+    return {
+        "alone": [transcript(way(loss), w, x) for way in ways],
+        "sharded": [transcript(way(shard(loss, mesh)), *placed) for way in ways],
+        "inside": [transcript(shard(way(loss), mesh), *placed) for way in ways],
+    }
+
+
+CHECKS: dict[str, Callable[[int, int], Any]] = {
+    "loops_and_branches": loops_and_branches,
+    "effects": effects,
+}

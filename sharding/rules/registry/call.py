@@ -112,6 +112,12 @@ class Local(Protocol):
     def operand_axes(self, operand: int, dim: int) -> tuple[str, ...]:
         """The mesh axes that split a dim of an operand."""
 
+    def is_distributed(self) -> bool:
+        """Whether other processes may compute the same."""
+
+    def is_first(self) -> bool:
+        """Whether this coordinate is the first of those that compute the result."""
+
 
 # -- the spelling of rules --------------------------------------------------------------------------
 

@@ -80,6 +80,15 @@ def test_loops_and_branches_by_values_of_all_ranks(ranks: Results) -> None:
         assert found["steps"][0] == found["steps"][1] > 1, found
 
 
+def test_one_rank_performs_effects(ranks: Results) -> None:
+    """In the order of the source, with whole values; the others perform none."""
+    first, *others = every(ranks, "effects")
+    assert len(first["alone"][0]) > 4 and first["sharded"] == first["inside"] == first["alone"]
+    for found in others:
+        assert found["alone"] == first["alone"]
+        assert found["sharded"] == found["inside"] == [[], []]
+
+
 def test_sums_of_few_bytes(ranks: Results) -> None:
     """Two ranks exchange what they add up, if it is small: that takes fewer messages, and more memory."""
     exchanged = "all_to_all_single" if len(ranks) == 2 else "all_reduce"
