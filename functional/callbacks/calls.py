@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from torchard.functional.callbacks.effect import performed
-from torchard.functional.callbacks.pure import PureCall
+from torchard.functional.callbacks.pure import called
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.custom.custom_vjp import custom_vjp
 from torchard.functional.guards.present_cells import with_present_cells
-from torchard.functional.programs.markers import Effect
+from torchard.functional.programs.markers import Effect, PureCall
 from torchard.functional.tracing.trace_state import active
 
 __all__ = ["callback", "io_callback", "print", "print_cotangent", "pure_callback"]
@@ -181,13 +181,11 @@ def pure_callback(
     given, run, specs, build = _prepared(
         lambda args, kwargs: fn(*args, **kwargs), args, kwargs, results
     )
-    call = PureCall(run, specs, vectorized, source.begins_here())
+    call = PureCall(run, called, specs, vectorized, source.begins_here())
     return build(call(*given))
 
 
-def _perform(
-    name: str, fn: Callable[..., Any], args: Any, kwargs: Any, results: Any = None
-) -> Any:
+def _perform(name: str, fn: Callable[..., Any], args: Any, kwargs: Any, results: Any = None) -> Any:
     given, run, specs, build = _prepared(fn, args, kwargs, results)
     effect = Effect(name, run, performed, specs, source.begins_here())
     return build(performed(effect, given)[1:])
@@ -205,7 +203,9 @@ def _prepared(
         given = list(map(state.operand, given))
     expected, out = tree.flatten(results)
     specs = [
-        contiguous(tuple(x.shape), x.dtype, torch.device(x.device)) for x in expected if x is not None
+        contiguous(tuple(x.shape), x.dtype, torch.device(x.device))
+        for x in expected
+        if x is not None
     ]
     present = with_present_cells(fn)
 

@@ -1,9 +1,9 @@
-"""PureCall: the target of the node that a call of an opaque function without effects is in a program."""
+"""Calls of opaque functions without effects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,35 +12,17 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.core.errors import DerivativeError
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous, is_inexact_dtype
+from torchard.functional.programs.markers import PureCall
 from torchard.functional.tracing.trace_state import active
 
-__all__ = ["PureCall", "as_results", "of_each"]
+__all__ = ["as_results", "called", "of_each"]
 
 
-@dataclass(frozen=True, eq=False)
-class PureCall:
-    """A call of a Python function of tensors, whose results have these specs.
-
-    Attributes:
-        run: the function.
-        results: the specs of its results.
-        vectorized: whether it takes the examples of a vmap at once, along dim 0.
-        where: the line of the user's code.
-    """
-
-    run: Callable[..., Any]
-    results: tuple[TensorSpec, ...]
-    vectorized: bool
-    where: str
-
-    namespace = "torchard"
-    __name__ = "pure_callback"
-
-    def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call it, or record the call in the trace in progress."""
-        apply: Any = _Called.apply
-        made: tuple[torch.Tensor, ...] = apply(self, *values)
-        return made
+def called(call: PureCall, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Call it, or record the call in the trace in progress."""
+    apply: Any = _Called.apply
+    made: tuple[torch.Tensor, ...] = apply(call, *values)
+    return made
 
 
 class _Called(torch.autograd.Function):
@@ -56,7 +38,9 @@ class _Called(torch.autograd.Function):
             return results
         if any(isinstance(x, internals.FakeTensor) for x in values):  # a tape is recorded
             return tuple(spec.empty() for spec in call.results)
-        return as_results("pure_callback", call.run(*(x.detach() for x in values)), call.results)
+        return as_results(
+            "pure_callback", call.function(*(x.detach() for x in values)), call.results
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -76,16 +60,16 @@ class _Called(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: PureCall, *values: Any) -> Any:
         size, mapped = info.batch_size, [dim is not None for dim in in_dims[1:]]
-        run, specs = of_each("pure_callback", call.run, call.results, mapped, size)
+        run, specs = of_each("pure_callback", call.function, call.results, mapped, size)
         moved = [
             x if d is None else x.movedim(d, 0) for x, d in zip(values, in_dims[1:], strict=True)
         ]
         if call.vectorized:
-            run = call.run
+            run = call.function
             moved = [
                 x if m else x.expand(size, *x.shape) for x, m in zip(moved, mapped, strict=True)
             ]
-        results = replace(call, run=run, results=specs)(*moved)
+        results = replace(call, function=run, results=specs)(*moved)
         return results, (0,) * len(results)
 
 

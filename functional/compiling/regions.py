@@ -17,14 +17,13 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.callbacks.pure import PureCall
 from torchard.functional.compiling.compiler_repairs import WRITES
 from torchard.functional.execution.choices import Conditional
 from torchard.functional.execution.reinplacing import written_base
 from torchard.functional.programs.graphs import computation, extracted
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.loops import issued_ahead, regrouped
-from torchard.functional.programs.markers import Effect, after, again, is_marker, listed
+from torchard.functional.programs.markers import Effect, PureCall, after, again, is_marker, listed
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import AHEAD, LOOP, TASK, VAL
 from torchard.functional.programs.views import is_view, storage_of

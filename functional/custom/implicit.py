@@ -66,8 +66,8 @@ def root(
     ...     return implicit.root(lambda x, a: x * x - a, torch.zeros_like(a), a, solve=bisect)
     >>> torch.func.grad(sqrt)(torch.tensor(4.0))
     tensor(0.2500)
-    >>> torch.func.grad(torch.func.grad(sqrt))(torch.tensor(4.0))
-    tensor(-0.0312)
+    >>> torch.func.grad(torch.func.grad(sqrt))(torch.tensor(1.0))
+    tensor(-0.2500)
     """
 
     @custom_vjp

@@ -22,7 +22,7 @@ _LOOPS: dict[type, Callable[[fx.Node], set[fx.Node]]] = {}
 
 # An operator and the line that calls it. A batch may be several calls of one line, of which some are for
 # a result that is not wanted; a derivative may call it again.
-Effect = tuple[Any, str | None]
+CalledAt = tuple[Any, str | None]
 
 
 def declare_pure(op: Any) -> None:
@@ -35,12 +35,12 @@ def runs_body(kind: type, needed: Callable[[fx.Node], set[fx.Node]]) -> None:
     _LOOPS[kind] = needed
 
 
-def effects_in(graph: fx.Graph) -> list[Effect]:
+def effects_in(graph: fx.Graph) -> list[CalledAt]:
     """The calls of users' operators in a graph and in its loops' bodies."""
     return list(dict.fromkeys(_effects(graph.nodes)))
 
 
-def check_used(effects: list[Effect], graph: fx.Graph) -> None:
+def check_used(effects: list[CalledAt], graph: fx.Graph) -> None:
     """Refuse users' operators that a graph was recorded with and, purified, does not need any more.
 
     Raises:
@@ -57,7 +57,7 @@ def check_used(effects: list[Effect], graph: fx.Graph) -> None:
             )
 
 
-def _effects(nodes: Iterable[fx.Node]) -> Iterator[Effect]:
+def _effects(nodes: Iterable[fx.Node]) -> Iterator[CalledAt]:
     for node in nodes:
         if type(node.target) in _LOOPS:
             yield from _effects(_LOOPS[type(node.target)](node))

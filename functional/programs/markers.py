@@ -25,6 +25,7 @@ __all__ = [
     "Effect",
     "Iteration",
     "Loop",
+    "PureCall",
     "after",
     "again",
     "chosen",
@@ -151,6 +152,32 @@ class Effect:
     def __call__(self, token: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Perform it, or record it in the trace in progress."""
         return self.run(self, values, token)
+
+
+@dataclass(frozen=True, eq=False)
+class PureCall:
+    """A call of an opaque function of tensors, without effects.
+
+    Attributes:
+        function: the function.
+        run: calls it under any transform, or records it; set by whoever makes it (callbacks/pure.py).
+        results: the specs of its results.
+        vectorized: whether it takes the examples of a vmap at once, along dim 0.
+        where: the line of the user's code.
+    """
+
+    function: Callable[..., Any]
+    run: Callable[..., tuple[torch.Tensor, ...]]
+    results: tuple[TensorSpec, ...]
+    vectorized: bool
+    where: str
+
+    namespace = "torchard"
+    __name__ = "pure_callback"
+
+    def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Call it, or record the call in the trace in progress."""
+        return self.run(self, values)
 
 
 def first() -> torch.Tensor:

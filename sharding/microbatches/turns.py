@@ -163,8 +163,10 @@ class _Turns(Lowering):
         else:
             self._add(node, value)
 
-    def _local(self, node: fx.Node, call: Any, outs: tuple[Layout, ...], at: dict[str, int]) -> Any:
-        result = super()._local(node, call, outs, at)
+    def _local(
+        self, node: fx.Node, call: Any, outs: tuple[Layout, ...], at: dict[str, int], token: Any = None
+    ) -> Any:
+        result = super()._local(node, call, outs, at, token)
         if isinstance(result, fx.Node):
             _pass_on(node, result)
         return result

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torchard.functional.callbacks.pure import PureCall
 from torchard.functional.core.errors import PurityError
-from torchard.functional.programs.markers import Effect, after, first
+from torchard.functional.programs.markers import Effect, PureCall, after, first
 from torchard.sharding.rules.registry import (
     Call,
     Local,

@@ -147,6 +147,13 @@ CASES: dict[str, Case] = {
         ),
         matvec=double, transpose_solve=None, symmetric=False,
     ),
+    "debug.print": Case(ta.debug.print, fmt="x"),
+    "debug.callback": Case(lambda fn: ta.debug.callback(fn, X), fn=double),
+    "io_callback": Case(lambda fn: ta.io_callback(fn, X, X), fn=double),
+    "pure_callback": Case(
+        lambda fn, vectorized: ta.pure_callback(fn, X, X, vectorized=vectorized),
+        fn=double, vectorized=False,
+    ),
     "stack": Case(ta.stack, trees=[X, X]),
     "unstack": Case(ta.unstack, stacked=X),
     "shard": Case(
@@ -281,7 +288,8 @@ MEANT: dict[str, tuple[str, ...]] = {
     **{"map.fn": ("a function", "a module"), "map.batch_size": ("None", "an int")},
     **{"cond.pred": ("True",), "cond.false": ("a function", "a module")},
     **dict.fromkeys(
-        ("custom_vjp.fn", "custom_vjp.defvjp.fwd", "custom_vjp.defvjp.bwd", "custom_jvp.fn",
+        ("debug.callback.fn", "io_callback.fn", "pure_callback.fn", "custom_vjp.fn",
+         "custom_vjp.defvjp.fwd", "custom_vjp.defvjp.bwd", "custom_jvp.fn",
          "custom_jvp.defjvp.rule", "root.f", "linear_solve.matvec"),
         ("a function", "a module"),
     ),
@@ -292,7 +300,8 @@ MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("custom_vjp.nondiff_argnums", "custom_jvp.nondiff_argnums"), ("an int", "negative")
     ),
-    "linear_solve.symmetric": ("True",),
+    "debug.print.fmt": ("a str",),
+    **dict.fromkeys(("linear_solve.symmetric", "pure_callback.vectorized"), ("True",)),
     **dict.fromkeys(("accumulate.batch", "pipeline.batch"), ("negative",)),
     **dict.fromkeys(("pipeline.stages", "stage_specs.specs"), ("None",)),
     "pipeline.microbatches": ("an int",),
