@@ -17,11 +17,12 @@ from torchard.functional.control.scan import fori_loop, map, scan
 from torchard.functional.control.while_loop import while_loop
 from torchard.functional.custom.custom_jvp import custom_jvp
 from torchard.functional.custom.custom_vjp import custom_vjp
+from torchard.functional.derivatives.value_and_grad import value_and_grad
 from torchard.functional.jit import jit
 from torchard.functional.module import Functional, functionalize
 from torchard.functional.repeat import repeat, stack, unstack
 from torchard.functional.saved_residuals import saved_residuals
-from torchard.functional.trace import name, scope, trace
+from torchard.functional.trace import eval_shape, name, scope, trace
 
 __all__ = [
     "Functional",
@@ -29,6 +30,7 @@ __all__ = [
     "cond",
     "custom_jvp",
     "custom_vjp",
+    "eval_shape",
     "fori_loop",
     "functionalize",
     "io_callback",
@@ -44,5 +46,6 @@ __all__ = [
     "switch",
     "trace",
     "unstack",
+    "value_and_grad",
     "while_loop",
 ]

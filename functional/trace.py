@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from torchard.functional.core.arguments import checked
+from torchard.functional.programs.tags import VAL
 from torchard.functional.reports.lowered import Lowered
-from torchard.functional.tracing.signature import paths_of, read
+from torchard.functional.tracing.signature import ShapeDtype, paths_of, read
 from torchard.functional.tracing.trace_call import trace_call
 from torchard.functional.tracing.trace_state import active, scope
 
-__all__ = ["name", "scope", "trace"]
+__all__ = ["eval_shape", "name", "scope", "trace"]
 
 
 @checked
@@ -47,6 +48,34 @@ def trace(fn: Callable[..., Any]) -> Callable[..., Lowered]:
         return Lowered.of(trace_call(fn, read(args, kwargs), paths_of(args, kwargs)))
 
     return traced
+
+
+@checked
+def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function returns, without its values: nothing is computed.
+
+    Args:
+        fn: a pure function of pytrees.
+        args, kwargs: its arguments, as those of `trace`: tensors, `ShapeDtype`, and anything else.
+
+    Returns:
+        The result, with a `ShapeDtype` for each tensor.
+
+    Raises:
+        PurityError: as `trace`.
+
+    Source: ``jax.eval_shape``.
+
+    >>> import torch, torchard as ta
+    >>> ta.eval_shape(lambda a, b: {"y": a @ b}, ta.ShapeDtype((2, 10**9)), ta.ShapeDtype((10**9, 3)))
+    {'y': ShapeDtype(shape=(2, 3), dtype=torch.float32, device='cpu')}
+    """
+    program = trace_call(fn, read(args, kwargs), paths_of(args, kwargs), called=False)
+    assert program.out_tree is not None
+    vals = (VAL.of(node) for node in program.results)
+    return program.out_tree.build(
+        [ShapeDtype(tuple(val.shape), val.dtype, str(val.device)) for val in vals]
+    )
 
 
 @checked

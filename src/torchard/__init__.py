@@ -32,12 +32,13 @@ from torchard.functional.core.errors import (
 )
 from torchard.functional.custom.custom_jvp import custom_jvp
 from torchard.functional.custom.custom_vjp import custom_vjp
+from torchard.functional.derivatives.value_and_grad import value_and_grad
 from torchard.functional.jit import jit
 from torchard.functional.machines.machine import Link, Machine
 from torchard.functional.module import Functional, functionalize
 from torchard.functional.repeat import repeat, stack, unstack
 from torchard.functional.saved_residuals import saved_residuals
-from torchard.functional.trace import name, scope, trace
+from torchard.functional.trace import eval_shape, name, scope, trace
 from torchard.functional.tracing.signature import ShapeDtype
 from torchard.kernels import Kernel, Pattern, any_of, find, fuse, register_kernel, replaced
 from torchard.sharding import (
@@ -165,6 +166,7 @@ __all__ = [
     "custom_jvp",
     "custom_vjp",
     "debug",
+    "eval_shape",
     "find",
     "fori_loop",
     "from_dtensor",
@@ -215,5 +217,6 @@ __all__ = [
     "transforms",
     "tree",
     "unstack",
+    "value_and_grad",
     "while_loop",
 ]

@@ -16,9 +16,11 @@ from sample_calls import F64, S, Sample, bools, holes, ids, onto_zeros, x
 
 from torchard.functional.effects.grouped_products import GROUPED_MM, GROUPED_OUTER
 from torchard.functional.programs.markers import (
+    after,
     again,
     chosen,
     enter,
+    first,
     goes_on,
     item,
     leave,
@@ -389,6 +391,8 @@ SAMPLES: dict[Any, list[Sample]] = {
     enter: [S(x(5, 4))],
     again: [S(x(5, 4), x(5, 4))],
     goes_on: [S(torch.tensor(True))],
+    first: [S()],
+    after: [S(x(5, 4), torch.tensor(False), False)],
     chosen: [
         S(torch.tensor(1), x(5, 4), x(5, 4)),
         S(torch.tensor(0), x(4), x(4), x(4)),

@@ -154,6 +154,8 @@ CASES: dict[str, Case] = {
         lambda fn, vectorized: ta.pure_callback(fn, X, X, vectorized=vectorized),
         fn=double, vectorized=False,
     ),
+    "eval_shape": Case(lambda fn: ta.eval_shape(fn, X), fn=double),
+    "value_and_grad": Case(ta.value_and_grad, fn=double, argnums=0, has_aux=False),
     "stack": Case(ta.stack, trees=[X, X]),
     "unstack": Case(ta.unstack, stacked=X),
     "shard": Case(
@@ -288,7 +290,7 @@ MEANT: dict[str, tuple[str, ...]] = {
     **{"map.fn": ("a function", "a module"), "map.batch_size": ("None", "an int")},
     **{"cond.pred": ("True",), "cond.false": ("a function", "a module")},
     **dict.fromkeys(
-        ("debug.callback.fn", "io_callback.fn", "pure_callback.fn", "custom_vjp.fn",
+        ("eval_shape.fn", "value_and_grad.fn", "debug.callback.fn", "io_callback.fn", "pure_callback.fn", "custom_vjp.fn",
          "custom_vjp.defvjp.fwd", "custom_vjp.defvjp.bwd", "custom_jvp.fn",
          "custom_jvp.defjvp.rule", "root.f", "linear_solve.matvec"),
         ("a function", "a module"),
@@ -301,6 +303,8 @@ MEANT: dict[str, tuple[str, ...]] = {
         ("custom_vjp.nondiff_argnums", "custom_jvp.nondiff_argnums"), ("an int", "negative")
     ),
     "debug.print.fmt": ("a str",),
+    "value_and_grad.argnums": ("an int", "negative"),
+    "value_and_grad.has_aux": ("True",),
     **dict.fromkeys(("linear_solve.symmetric", "pure_callback.vectorized"), ("True",)),
     **dict.fromkeys(("accumulate.batch", "pipeline.batch"), ("negative",)),
     **dict.fromkeys(("pipeline.stages", "stage_specs.specs"), ("None",)),
