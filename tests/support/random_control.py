@@ -20,12 +20,15 @@ from random_stacks import FAILED, WRONG, draw, judge
 
 from torchard import (
     Mesh,
+    ShapeDtype,
     cond,
     custom_jvp,
     custom_vjp,
+    debug,
     fori_loop,
     implicit,
     map,
+    pure_callback,
     scan,
     switch,
     while_loop,
@@ -64,7 +67,7 @@ def _named(name: str, step: Step) -> Step:
 def _step(rng: Random, depth: int) -> Step:
     kinds = [_unary, _binary]
     if depth:
-        kinds += [_scan, _cond, _cond, _while, _map, _detached, _ruled, _ruled, _root]
+        kinds += [_effect, _scan, _cond, _cond, _while, _map, _detached, _ruled, _ruled, _root]
     return rng.choice(kinds)(rng, depth - 1)
 
 
@@ -175,6 +178,20 @@ def _map(rng: Random, depth: int) -> Step:
         f"map({block.__name__}, {batch})",
         lambda x, others: x + map(lambda row: block(row, others), others[1], batch).mean(0),
     )
+
+
+def _effect(rng: Random, depth: int) -> Step:
+    """A call of a Python function, which sees what it is given."""
+    name = rng.choice(["callback", "pure"])
+
+    def seen(x: torch.Tensor, others: Tensors) -> torch.Tensor:
+        if name == "pure":
+            size = ShapeDtype((), torch.float64)
+            return x + pure_callback(lambda x: x.sum(), size, x.detach())
+        debug.callback(lambda *values: None, x, others[0], name)
+        return x
+
+    return _named(name, seen)
 
 
 def _detached(rng: Random, depth: int) -> Step:

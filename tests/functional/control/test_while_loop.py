@@ -178,3 +178,16 @@ def test_a_gradient_holds_the_carries_of_segments(steps: int) -> None:
 def test_what_does_not_fit_is_refused(way: Any, call: Callable[..., Any], said: str) -> None:
     with pytest.raises(LoopError, match=said):
         way(call)(X)
+
+
+def test_a_loop_without_a_bound_is_recomputed_whole() -> None:
+    """Of the loop itself no derivative is taken."""
+
+    def f(x: Any) -> Any:
+        z = while_loop(lambda z: z.sum() < 5, lambda z: z + x.detach().abs(), torch.zeros_like(x))
+        return (z.detach() * x * x.sin()).sum()
+
+    x = torch.tensor([0.5, 0.75, 0.1], dtype=F64)
+    want = grad(f)(x)
+    for run in (grad(checkpoint(f)), checkpoint(grad(f)), jit(grad(checkpoint(f)), backend="eager")):
+        torch.testing.assert_close(run(x), want)

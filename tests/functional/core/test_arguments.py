@@ -290,9 +290,9 @@ MEANT: dict[str, tuple[str, ...]] = {
     **{"map.fn": ("a function", "a module"), "map.batch_size": ("None", "an int")},
     **{"cond.pred": ("True",), "cond.false": ("a function", "a module")},
     **dict.fromkeys(
-        ("eval_shape.fn", "value_and_grad.fn", "debug.callback.fn", "io_callback.fn", "pure_callback.fn", "custom_vjp.fn",
-         "custom_vjp.defvjp.fwd", "custom_vjp.defvjp.bwd", "custom_jvp.fn",
-         "custom_jvp.defjvp.rule", "root.f", "linear_solve.matvec"),
+        ("eval_shape.fn", "value_and_grad.fn", "debug.callback.fn", "io_callback.fn",
+         "pure_callback.fn", "custom_vjp.fn", "custom_vjp.defvjp.fwd", "custom_vjp.defvjp.bwd",
+         "custom_jvp.fn", "custom_jvp.defjvp.rule", "root.f", "linear_solve.matvec"),
         ("a function", "a module"),
     ),
     **dict.fromkeys(

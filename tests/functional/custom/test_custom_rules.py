@@ -214,6 +214,18 @@ def test_a_changed_rule_is_traced_again() -> None:
     same(run(x), 5 * x)
 
 
+def test_a_rule_may_read_what_the_function_does_not() -> None:
+    """In a body that is run again for a derivative, when the trace around it has ended."""
+    scaled = custom_vjp(lambda x, y: x.clone())
+    scaled.defvjp(lambda x, y: (x.clone(), y), lambda y, ct: (ct * y, None))
+
+    def f(x: Any, y: Any) -> Any:
+        return fori_loop(0, 2, lambda i, c: scaled(c, y), x).sum()
+
+    for run in (grad(f), checkpoint(grad(jit(f, backend="eager"))), jit(grad(checkpoint(f)))):
+        same(run(X[0], W[0]), W[0] ** 2)
+
+
 @pytest.mark.parametrize("transform", ["plain", "jit", "shard"])
 @pytest.mark.parametrize(
     "way",
