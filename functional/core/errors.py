@@ -37,9 +37,9 @@ class PurityError(RuntimeError):
         ...
     torchard.PurityError: <doctest PurityError[1]>:3 in clip needs the value of a tensor while
         the function is traced (by aten._local_scalar_dense.default): branching, item(), bool(),
-        float() and shapes that depend on values cannot be traced. Use torch.where for a branch,
-        pass the number as an int, bool or string argument (these are static), or compute it
-        outside the transform.
+        float() and shapes that depend on values cannot be traced. Use cond or torch.where for a
+        branch, while_loop for a loop, debug.print to print, pass the number as an int, bool or
+        string argument (these are static), or compute it outside the transform.
     """
 
 

@@ -197,7 +197,7 @@ _INSTEAD = {
     **dict.fromkeys(
         internals.CONTROL_FLOW_IN_ERRORS,
         "uses an operator of torch.compile (torch.cond, while_loop, scan, map, flex_attention), which "
-        "cannot be traced here. Use torch.where for a branch, a Python loop, which is unrolled, and "
+        "cannot be traced here. Use cond, while_loop, scan and map of torchard, and "
         "F.scaled_dot_product_attention",
     ),
 }
@@ -281,9 +281,9 @@ def _branching(error: BaseException) -> PurityError:
     operation = f" (by {op})" if op is not None else ""
     return PurityError(
         f"{where} needs the value of a tensor while the function is traced{operation}: branching, "
-        "item(), bool(), float() and shapes that depend on values cannot be traced. Use "
-        "torch.where for a branch, pass the number as an int, bool or string argument (these are "
-        "static), or compute it outside the transform."
+        "item(), bool(), float() and shapes that depend on values cannot be traced. Use cond or "
+        "torch.where for a branch, while_loop for a loop, debug.print to print, pass the number as an "
+        "int, bool or string argument (these are static), or compute it outside the transform."
     )
 
 
