@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import dis
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.custom.custom_vjp import custom_vjp
-from torchard.functional.guards.present_cells import with_present_cells
+from torchard.functional.guards.present_cells import is_filled, with_present_cells
 from torchard.functional.programs.markers import Effect, PureCall
 from torchard.functional.tracing.trace_state import active
 
@@ -53,7 +55,7 @@ def print(fmt: str, *args: Any, **kwargs: Any) -> None:
     tensor([0.5403, 0.5403, 0.5403])
     """
 
-    def show(args: Any, kwargs: Any) -> None:
+    def show(*args: Any, **kwargs: Any) -> None:
         builtins.print(fmt.format(*args, **kwargs))
 
     _perform("debug.print", show, args, kwargs)
@@ -84,7 +86,7 @@ def callback(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     >>> train(torch.tensor(8.0)), losses
     (tensor(0.5000), [8.0, 4.0, 2.0, 1.0])
     """
-    _perform("debug.callback", lambda args, kwargs: fn(*args, **kwargs), args, kwargs)
+    _perform("debug.callback", fn, args, kwargs)
 
 
 def print_cotangent(fmt: str, x: Any) -> Any:
@@ -142,7 +144,7 @@ def io_callback(fn: Callable[..., Any], results: Any, *args: Any, **kwargs: Any)
     >>> f(torch.zeros(2)), f(torch.zeros(2))
     (tensor([0., 0.]), tensor([1., 1.]))
     """
-    return _perform("io_callback", lambda args, kwargs: fn(*args, **kwargs), args, kwargs, results)
+    return _perform("io_callback", fn, args, kwargs, results)
 
 
 @checked
@@ -178,9 +180,7 @@ def pure_callback(
     >>> ranks(torch.tensor([3.0, 1.0, 2.0]))
     tensor([2, 4, 0])
     """
-    given, run, specs, build = _prepared(
-        lambda args, kwargs: fn(*args, **kwargs), args, kwargs, results
-    )
+    given, run, specs, build = _prepared(fn, args, kwargs, results)
     call = PureCall(run, called, specs, vectorized, source.begins_here())
     return build(call(*given))
 
@@ -207,12 +207,25 @@ def _prepared(
         for x in expected
         if x is not None
     ]
-    present = with_present_cells(fn)
+    # As they are now, unless it assigns to them: a loop's variables have other values when it is called.
+    called_later = fn if _assigns(fn) else with_present_cells(fn)
 
     def run(*values: torch.Tensor) -> Any:
         made = list(rest)
         for i, value in zip(places, values, strict=True):
             made[i] = value
-        return present(*tree.unflatten(structure, made))
+        some, named = tree.unflatten(structure, made)
+        return called_later(*some, **named)
 
     return given, run, tuple(specs), lambda made: tree.unflatten(out, made) if specs else None
+
+
+def _assigns(fn: Any, known: frozenset[int] = frozenset()) -> bool:
+    """Whether a function, or one that it closes over, assigns to a variable around it."""
+    if not isinstance(fn, FunctionType) or id(fn) in known:
+        return False
+    names = {each.argval for each in dis.get_instructions(fn) if each.opname == "STORE_DEREF"}
+    if not names.isdisjoint(fn.__code__.co_freevars):
+        return True
+    inner = (cell.cell_contents for cell in fn.__closure__ or () if is_filled(cell))
+    return any(_assigns(each, known | {id(fn)}) for each in inner)

@@ -268,6 +268,25 @@ def test_sums_of_microbatches_are_seen_once() -> None:
         assert transcript(run, X, W) == transcript(loss, X, W)
 
 
+def test_variables_around_a_function_are_those_of_its_call() -> None:
+    """A loop's variable when it was traced; one that the function assigns to when it runs."""
+    count = 0
+
+    def counted() -> None:
+        nonlocal count
+        count += 1
+
+    @jit
+    def f(x: Any) -> Any:
+        for i in range(3):
+            debug.callback(lambda: seen.append(i))  # noqa: B023  as in the plain function
+            debug.callback(counted)
+        return x
+
+    assert transcript(f, X) == [0, 1, 2]
+    assert count == 6
+
+
 def test_an_error_of_a_function_is_raised_as_it_is() -> None:
     def fails(x: Any) -> Any:
         raise KeyError("mine")
