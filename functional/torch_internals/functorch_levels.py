@@ -52,7 +52,8 @@ require(torch._C, "_are_functorch_transforms_active", "_len_torch_function_stack
 require(functorch_c, "get_interpreter_stack", "peek_interpreter_stack", "is_functorch_wrapped_tensor")
 require(functorch_c, "maybe_get_level", "maybe_get_bdim", "is_batchedtensor", "get_unwrapped")
 require(functorch_c, "_add_batch_dim")
-require(forward_ad, "_current_level")
+require(forward_ad, "_current_level", "_set_fwd_grad_enabled")
+require(torch._C.DispatchKey, "ADInplaceOrView")
 require(functorch_c, "is_gradtrackingtensor", "_wrap_for_grad", "_unwrap_for_grad")
 require(eager_transforms, "JVP_NESTING", "grad_increment_nesting", "_create_differentiable")
 GRAD, JVP, VMAP = (
