@@ -94,6 +94,10 @@ class Ruled(Wrapper):
         made = applied(call, tensors)
         return call.results.build(made)
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method: the rule receives the instance first, and gives None for it."""
+        return self if instance is None else functools.partial(self, instance)
+
     @abstractmethod
     def rule_text(self) -> str:
         """The rule, in messages: ``the bwd of f (model.py:3 in bwd)``."""

@@ -181,6 +181,21 @@ def test_static_arguments_come_first() -> None:
     same(grad(lambda x: scaled(2, x, "abc").sum())(x), torch.full((2,), 5.0))
 
 
+def test_methods() -> None:
+    class Scale:
+        def __init__(self, k: float) -> None:
+            self.k = k
+
+        @custom_vjp
+        def scaled(self, x: Any) -> Any:
+            return x * self.k
+
+    Scale.scaled.defvjp(lambda self, x: (x * self.k, self.k), lambda k, ct: (None, ct * k))
+    two, three = Scale(2.0), Scale(3.0)
+    for run in (lambda f: f, lambda f: jit(f, backend="eager")):
+        same(grad(run(lambda x: two.scaled(three.scaled(x)).sum()))(X), torch.full_like(X, 6.0))
+
+
 def test_rules_for_each_argument() -> None:
     product = custom_jvp(lambda x, y, n: x * y * n)
     product.defjvps(lambda t, ans, x, y, n: t * y * n, lambda t, ans, x, y, n: x * t * n, None)
