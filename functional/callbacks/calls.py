@@ -17,6 +17,7 @@ from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.custom.custom_vjp import custom_vjp
+from torchard.functional.custom.ruled import TensorTree
 from torchard.functional.guards.present_cells import is_filled, with_present_cells
 from torchard.functional.programs.markers import Effect, PureCall
 from torchard.functional.tracing.trace_state import active
@@ -130,7 +131,7 @@ def io_callback(fn: Callable[..., Any], results: Any, *args: Any, **kwargs: Any)
         What fn returns; it has no derivative.
 
     Raises:
-        DerivativeError: a derivative needs the result a second time; or vmap maps an argument.
+        DerivativeError: a derivative needs the result a second time.
         ValueError (when it runs): fn returns something else than ``results``.
 
     Source: ``jax.experimental.io_callback``.
@@ -195,10 +196,8 @@ def _prepared(
     fn: Callable[..., Any], args: Any, kwargs: Any, results: Any
 ) -> tuple[list[torch.Tensor], Callable[..., Any], tuple[TensorSpec, ...], Callable[..., Any]]:
     """The tensors of a call, fn as a function of them, the specs of its results, and their tree."""
-    leaves, structure = tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    state, given = active(), [leaves[i] for i in places]
+    arguments, state = TensorTree((args, kwargs)), active()
+    given = arguments.tensors((args, kwargs))
     if state is not None:
         given = list(map(state.operand, given))
     expected, out = tree.flatten(results)
@@ -211,10 +210,7 @@ def _prepared(
     called_later = fn if _assigns(fn) else with_present_cells(fn)
 
     def run(*values: torch.Tensor) -> Any:
-        made = list(rest)
-        for i, value in zip(places, values, strict=True):
-            made[i] = value
-        some, named = tree.unflatten(structure, made)
+        some, named = arguments.build(values)
         return called_later(*some, **named)
 
     return given, run, tuple(specs), lambda made: tree.unflatten(out, made) if specs else None

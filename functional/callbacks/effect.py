@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.callbacks.pure import as_results, of_each
+from torchard.functional.callbacks.pure import as_results, of_each, without_derivative
 from torchard.functional.core.errors import DerivativeError
 from torchard.functional.core.tensor_spec import contiguous, is_inexact_dtype
 from torchard.functional.programs.markers import Effect, first
-from torchard.functional.tracing.trace_state import TraceState, active, is_silent
+from torchard.functional.tracing.trace_state import active, is_silent
 
 __all__ = ["performed", "threaded"]
 
@@ -32,9 +32,9 @@ def performed(
         DerivativeError: its result is needed a second time, to compute a derivative.
     """
     state = active()
-    if is_silent() and not effect.results:
-        return (first() if token is None else token,)
     if is_silent():
+        if not effect.results:
+            return (first() if token is None else token,)
         raise DerivativeError(
             f"{effect.where}{effect.name}: its result is needed to compute a derivative, for which the "
             "function runs again, and a call with effects does not. Use pure_callback, or call it "
@@ -56,7 +56,8 @@ class _Performed(torch.autograd.Function):
     def forward(effect: Effect, token: torch.Tensor, *values: torch.Tensor) -> Any:
         state = active()
         if state is not None:
-            return _recorded(state, effect, (token, *values))
+            specs = contiguous((), torch.bool, torch.device("cpu")), *effect.results
+            return state.recorded(effect, (token, *values), specs)
         if any(isinstance(x, internals.FakeTensor) for x in (token, *values)):  # a tape is recorded
             return (first(), *(spec.empty() for spec in effect.results))
         found = effect.perform(*(x.detach() for x in values))
@@ -71,13 +72,13 @@ class _Performed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if any(grad is not None for grad in grads):
-            raise _without_derivative(ctx.effect)
+            raise without_derivative(ctx.effect.name, ctx.effect.where)
         return (None,) * len(ctx.needs_input_grad)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         if any(is_inexact_dtype(spec.dtype) for spec in ctx.effect.results):
-            raise _without_derivative(ctx.effect)
+            raise without_derivative(ctx.effect.name, ctx.effect.where)
         return (None,) * (1 + len(ctx.effect.results))
 
     @staticmethod
@@ -93,21 +94,6 @@ class _Performed(torch.autograd.Function):
         run, specs = of_each(effect.name, effect.perform, effect.results, mapped, info.batch_size)
         results = replace(effect, perform=run, results=specs)(token, *moved)
         return results, (None, *(0 for _ in specs))
-
-
-def _without_derivative(effect: Effect) -> DerivativeError:
-    return DerivativeError(
-        f"{effect.where}{effect.name}: the function that it calls has no derivative: detach() its "
-        "arguments, or state one by custom_vjp."
-    )
-
-
-def _recorded(state: TraceState, effect: Effect, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    specs = (contiguous((), torch.bool, torch.device("cpu")), *effect.results)
-    results = tuple(internals.fake(state.fakes, spec) for spec in specs)
-    with torch.enable_grad():  # that autograd is off in here means nothing
-        internals.record_call(state.tracer, effect, list(map(state.tracked, operands)), results)
-    return results
 
 
 # -- order --------------------------------------------------------------------------------------------

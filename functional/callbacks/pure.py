@@ -15,7 +15,7 @@ from torchard.functional.core.tensor_spec import TensorSpec, contiguous, is_inex
 from torchard.functional.programs.markers import PureCall
 from torchard.functional.tracing.trace_state import active
 
-__all__ = ["as_results", "called", "of_each"]
+__all__ = ["as_results", "called", "of_each", "without_derivative"]
 
 
 def called(call: PureCall, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -32,10 +32,7 @@ class _Called(torch.autograd.Function):
     def forward(call: PureCall, *values: torch.Tensor) -> Any:
         state = active()
         if state is not None:
-            results = tuple(internals.fake(state.fakes, spec) for spec in call.results)
-            with torch.enable_grad():  # that autograd is off in here means nothing
-                internals.record_call(state.tracer, call, list(map(state.tracked, values)), results)
-            return results
+            return state.recorded(call, values, call.results)
         if any(isinstance(x, internals.FakeTensor) for x in values):  # a tape is recorded
             return tuple(spec.empty() for spec in call.results)
         return as_results(
@@ -49,12 +46,12 @@ class _Called(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise _without_derivative(ctx.call)
+        raise without_derivative("pure_callback", ctx.call.where)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         if any(is_inexact_dtype(spec.dtype) for spec in ctx.call.results):
-            raise _without_derivative(ctx.call)
+            raise without_derivative("pure_callback", ctx.call.where)
         return (None,) * len(ctx.call.results)
 
     @staticmethod
@@ -121,8 +118,9 @@ def _kind(x: Any) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
-def _without_derivative(call: PureCall) -> DerivativeError:
+def without_derivative(name: str, where: str) -> DerivativeError:
+    """The error to raise where an opaque function would be differentiated."""
     return DerivativeError(
-        f"{call.where}pure_callback: the function that it calls has no derivative: state one by "
-        "custom_vjp or custom_jvp, or detach() its arguments."
+        f"{where}{name}: the function that it calls has no derivative: state one by custom_vjp or "
+        "custom_jvp, or detach() its arguments."
     )

@@ -137,7 +137,7 @@ def _is_inside(node: fx.Node) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Whether a kernel computes it, outside of what is compiled, or a conditional."""
+    """Whether it runs outside of what is compiled: a kernel, a conditional, a call of Python."""
     target = node.target
     if target is operator.getitem:
         return _is_kernel(node.all_input_nodes[0])

@@ -17,6 +17,7 @@ from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import DerivativeError
 from torchard.functional.custom.custom_vjp import custom_vjp
+from torchard.functional.custom.ruled import TensorTree
 
 __all__ = ["linear_solve", "root"]
 
@@ -80,6 +81,7 @@ def root(
 
     def bwd(residuals: Any, cotangent: Any) -> Any:
         x, params = residuals
+
         def transposed(v: Any, x: Any, *params: Any) -> Any:
             return torch.func.vjp(lambda x: f(x, *params), x)[1](v)[0]
 
@@ -162,21 +164,14 @@ def linear_solve(
 def _pulled(fn: Callable[..., Any], params: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
     """Minus the gradient of each parameter, from a cotangent of what fn computes of them."""
     floats, rest = tree.partition(params)
-    leaves, structure = tree.flatten(floats)
-    present = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    parts = TensorTree(floats)
+    at = parts.tensors(floats)
 
     def of_floats(*values: torch.Tensor) -> Any:
-        given: list[Any] = [None] * len(leaves)
-        for i, value in zip(present, values, strict=True):
-            given[i] = value
-        return fn(*tree.combine(tree.unflatten(structure, given), rest))
+        return fn(*tree.combine(parts.build(values), rest))
 
-    made = list(leaves)
-    if present:
-        pull: Any = torch.func.vjp(of_floats, *(leaves[i] for i in present))[1]
-        for i, gradient in zip(present, pull(cotangent), strict=True):
-            made[i] = -gradient
-    gradients: tuple[Any, ...] = tree.unflatten(structure, made)
+    pulled: Any = torch.func.vjp(of_floats, *at)[1](cotangent) if at else ()
+    gradients: tuple[Any, ...] = parts.build([-gradient for gradient in pulled])
     return gradients
 
 

@@ -74,6 +74,10 @@ class Ruled(Wrapper):
         functools.update_wrapper(self, fn, updated=())
         self.fn = fn
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        try:
+            self.signature: inspect.Signature | None = inspect.signature(fn)
+        except ValueError:  # a builtin without one
+            self.signature = None
         self.static = (nondiff_argnums,) if isinstance(nondiff_argnums, int) else tuple(nondiff_argnums)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,10 +112,9 @@ class Ruled(Wrapper):
 
     def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments as the rule receives them: by position, defaults included."""
-        try:
-            bound = inspect.signature(self.fn).bind(*args, **kwargs)
-        except ValueError:  # a builtin without a signature
+        if self.signature is None:
             return args
+        bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         if bound.kwargs:
             raise DerivativeError(

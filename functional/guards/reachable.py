@@ -221,7 +221,7 @@ class Walk:
         return tuple((key, self.token(mapping[key], f"{path}[{key!r}]")) for key in present)
 
     def _transformed(self, value: Wrapper) -> Any:
-        return "transformed", type(value), self._tokens(value.reads, "rule "), value.rewrites
+        return "transformed", type(value), tuple(map(self.token, value.reads)), value.rewrites
 
     def _method(self, method: types.MethodType) -> Any:
         return "method", self.token(method.__func__), self.token(method.__self__, "self")

@@ -13,7 +13,7 @@ from torchard.functional.core.tensor_spec import is_inexact, is_inexact_dtype
 from torchard.functional.derivatives import autodiff
 from torchard.functional.loops.branch_call import BranchCall, same_inputs
 from torchard.functional.loops.call import as_body
-from torchard.functional.loops.differentiated import called, kind_of, or_zeros, recorded
+from torchard.functional.loops.differentiated import called, kind_of, or_zeros
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.tracing.purify import replay
@@ -49,7 +49,7 @@ class _Branch(torch.autograd.Function):
         state = active()
         if state is None:
             return tuple(replay(call.branches[int(index)].graph, list(operands)))
-        return recorded(state, call, [index, *operands])
+        return state.recorded(call, [index, *operands], call.result_specs())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

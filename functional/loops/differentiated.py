@@ -20,9 +20,9 @@ from torchard.functional.loops.derived import (
     with_carries,
 )
 from torchard.functional.tracing.purify import replay, specs_of
-from torchard.functional.tracing.trace_state import TraceState, active, current_frames, in_frames
+from torchard.functional.tracing.trace_state import active, current_frames, in_frames
 
-__all__ = ["called", "kind_of", "or_zeros", "recorded", "run"]
+__all__ = ["called", "kind_of", "or_zeros", "run"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -42,7 +42,7 @@ class _Loop(torch.autograd.Function):
         state = active()
         if state is None:
             return _iterate(loop, operands)
-        return recorded(state, loop, operands)
+        return state.recorded(loop, operands, loop.result_specs())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -128,20 +128,6 @@ def _primals(ctx: Any) -> list[torch.Tensor]:
     for i, rows in zip(loop.inputs("carry"), carries, strict=True):
         operands[i] = rows
     return operands
-
-
-def recorded(
-    state: TraceState, call: LoopCall | BranchCall, operands: Tensors
-) -> tuple[torch.Tensor, ...]:
-    """One node for a loop or conditional.
-
-    It has a derivative: that autograd is off in here means nothing.
-    """
-    known = list(map(state.tracked, operands))
-    results = tuple(internals.fake(state.fakes, spec) for spec in call.result_specs())
-    with torch.enable_grad():
-        internals.record_call(state.tracer, call, known, results)
-    return results
 
 
 def _iterate(loop: LoopCall, operands: Tensors) -> tuple[torch.Tensor, ...]:

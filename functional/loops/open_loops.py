@@ -17,7 +17,7 @@ from torchard.functional.core.errors import DerivativeError
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous, is_inexact
 from torchard.functional.derivatives import autodiff
 from torchard.functional.loops.call import Gives, LoopCall, Takes, as_body
-from torchard.functional.loops.differentiated import called, recorded
+from torchard.functional.loops.differentiated import called
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.tracing.purify import replay
@@ -50,7 +50,9 @@ class _Open(torch.autograd.Function):
     @staticmethod
     def forward(loop: LoopCall, *operands: torch.Tensor) -> Any:
         state = active()
-        return _iterate(loop, operands) if state is None else recorded(state, loop, operands)
+        if state is None:
+            return _iterate(loop, operands)
+        return state.recorded(loop, operands, loop.result_specs())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

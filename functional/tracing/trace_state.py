@@ -260,6 +260,19 @@ class TraceState:
             self.closures[id(stand_in(value))][0].kept = True
         return operand
 
+    def recorded(
+        self, call: Any, operands: Sequence[torch.Tensor], specs: Sequence[TensorSpec]
+    ) -> tuple[torch.Tensor, ...]:
+        """One node for a call of a program or of Python, with results of these specs.
+
+        Whether it has a derivative is its own to say: that autograd is off in here means nothing.
+        """
+        known = list(map(self.tracked, operands))
+        results = tuple(internals.fake(self.fakes, spec) for spec in specs)
+        with torch.enable_grad():
+            internals.record_call(self.tracer, call, known, results)
+        return results
+
     def tracked(self, operand: torch.Tensor) -> torch.Tensor:
         """The operand, or an alias of it that the trace has a node for."""
         if internals.proxy_node(self.tracer, operand) is not None:
