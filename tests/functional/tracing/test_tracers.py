@@ -150,16 +150,16 @@ REFUSED: dict[str, tuple[Fn, str]] = {
     "numpy": (lambda x: x * x.numpy().sum(), "needs the value"),
     "asarray": (lambda x: x * np.asarray(x).sum(), "needs the value"),
     "tolist": (lambda x: x * x.tolist()[0][0], "needs the value"),
-    "cond": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "torch.where"),
+    "cond": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "cond, while_loop"),
     "while_loop": (
         lambda x: torch._higher_order_ops.while_loop(
             lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (torch.tensor(0), x)
         )[1],
-        "Python loop",
+        "while_loop, scan and map of torchard",
     ),
     "scan": (
         lambda x: torch._higher_order_ops.scan(lambda c, x: (c + x, c * x), x[0], x)[1],
-        "Python loop",
+        "scan and map of torchard",
     ),
     "autograd.grad": (lambda x: torch.autograd.grad(x.sin().sum(), x)[0], "torch.func.grad"),
     "backward": (lambda x: x.sin().sum().backward() or x, "torch.func.grad"),
