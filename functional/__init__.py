@@ -12,6 +12,7 @@ module, ``from torchard.functional import checkpoint`` imports the function.
 
 from torchard.functional.callbacks.calls import io_callback, pure_callback
 from torchard.functional.checkpoint import checkpoint
+from torchard.functional.control.associative_scan import associative_scan
 from torchard.functional.control.cond import cond, switch
 from torchard.functional.control.scan import fori_loop, map, scan
 from torchard.functional.control.while_loop import while_loop
@@ -26,6 +27,7 @@ from torchard.functional.trace import eval_shape, name, scope, trace
 
 __all__ = [
     "Functional",
+    "associative_scan",
     "checkpoint",
     "cond",
     "custom_jvp",

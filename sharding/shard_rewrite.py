@@ -49,7 +49,7 @@ from torchard.sharding.scheduling.partition import unpartition
 from torchard.sharding.scheduling.precision import reduce_widely
 from torchard.sharding.scheduling.schedule import Schedule, schedule
 from torchard.sharding.values.axis_rules import Rules
-from torchard.sharding.values.constrain import constraint_spec, number_of
+from torchard.sharding.values.constrain import constrain, constraint_spec, number_of
 from torchard.sharding.values.mesh import Mesh, MeshError, default_device
 from torchard.sharding.values.placement import METHODS, MeshPlacement
 from torchard.sharding.values.spec import P, SpecError, layout_of
@@ -75,6 +75,7 @@ class Shard(Rewrite):
         machine: Machine | None = None,
     ) -> None:
         self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
+        self.sizes = tuple(size for _, size in mesh.sizes if size > 1)
         self.reduce_dtype, self.schedule = reduce_dtype, schedule or Schedule()
         self.machine, self.on = machine or default(default_device(mesh).type), machine
         self.check_replicated, self.warned = check_replicated, set[str]()
@@ -112,6 +113,11 @@ class Shard(Rewrite):
     def wants(self, node: fx.Node) -> bool:
         """Whether ``constrain_at`` constrains a value."""
         return NAME.on(node) and any(matches(node, pattern) for pattern, _ in self.constraints)
+
+    def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """A value, and its cotangent, which must not be split along a dim."""
+        entries = [None if i == dim else P.UNCONSTRAINED for i in range(x.ndim)]
+        return constrain(x, P(*entries))
 
     def failed(self, error: Exception) -> None:
         """Tell the other ranks of an error before the plan runs."""

@@ -43,7 +43,7 @@ from torchard.functional.tracing.signature import (
 from torchard.functional.tracing.stand_ins import stand_ins
 from torchard.functional.tracing.strided_inputs import check_memory, pass_on
 from torchard.functional.tracing.trace_call import placed_as, trace_call
-from torchard.functional.tracing.trace_state import TraceState, active, called
+from torchard.functional.tracing.trace_state import TraceState, active, called, split_by
 
 __all__ = ["Transformed", "lowered_until"]
 
@@ -300,7 +300,9 @@ class Transformed(Wrapper):
         if shared is not None:
             traced, values = shared
         else:
-            traced = trace_call(self.fn, arguments, paths, grad_mode=grad_mode)
+            splitting = (one for one in _all_of(self.rewrites, arguments.leaves) if one.sizes)
+            with split_by(next(splitting, None)):
+                traced = trace_call(self.fn, arguments, paths, grad_mode=grad_mode)
             self._reads_autograd |= traced.reads_autograd
             for change in self.rewrites:
                 if isinstance(change, ValueRewrite):

@@ -265,6 +265,7 @@ class Rewrite:
             them read loops, an ``inline`` of its own takes programs in which a loop is one node.
         asks: further rewrites that must run in the same lowering.
         donate_argnums: positions of the arguments whose memory the call may take.
+        sizes: those of the axes over which it may split a dim; see ``whole``.
 
     >>> from dataclasses import dataclass
     >>> import torch
@@ -287,6 +288,7 @@ class Rewrite:
 
     stage: Stage = Stage.PLAN
     donate_argnums: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -307,6 +309,13 @@ class Rewrite:
     def __call__(self, program: Program) -> Program:
         """The rewritten program. A rewrite that places values also places the outputs that are FREE."""
         raise TypeError(f"{type(self).__name__} has neither __call__ nor passes: define one of them.")
+
+    def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """A value of a trace in progress, which must not be split along a dim.
+
+        A function that moves less between axes of known ``sizes`` is written for them (`associative_scan`).
+        """
+        return x
 
     def failed(self, error: Exception) -> None:
         """Called with the error of a call, which may have come before the program was run.

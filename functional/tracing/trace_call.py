@@ -26,7 +26,7 @@ from torchard.functional.tracing.purify import purify
 from torchard.functional.tracing.record import Recording, record
 from torchard.functional.tracing.settings import Settings
 from torchard.functional.tracing.signature import Arguments, specs_of_arguments
-from torchard.functional.tracing.trace_state import Closure, active
+from torchard.functional.tracing.trace_state import Closure, active, split_by, splitting
 
 __all__ = ["OutTree", "placed_as", "trace_call"]
 
@@ -164,14 +164,15 @@ class _FlatFunction:
         self.arguments = replace(self.arguments, leaves=static)  # outlives the call's tensors
         self.fn = with_present_cells(self.fn, tensors=False)
         count = len(traced)
-        settings = Settings.current()
+        settings, rewrite = Settings.current(), splitting()
 
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             state = active()
             assert state is not None
             operands = tensors[count : count + len(closures)]
             values = [closure.now(self.fn) for closure in closures]
-            with settings.applied(), state.standing_in(closures, values, operands):
+            stood_in = state.standing_in(closures, values, operands)
+            with settings.applied(), split_by(rewrite), stood_in:
                 return self(tensors[:count])
 
         return run

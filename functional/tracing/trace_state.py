@@ -26,6 +26,7 @@ from torchard.functional.effects.grad_dependent_ops import without_gradient
 from torchard.functional.effects.mutation import turns_in_place
 from torchard.functional.effects.picked import Picked
 from torchard.functional.programs.markers import first
+from torchard.functional.programs.program import Rewrite
 from torchard.functional.programs.tagging import Tag, Tags, inherited_tags, put
 from torchard.functional.programs.tags import (
     CUT,
@@ -55,6 +56,8 @@ __all__ = [
     "is_silent",
     "scope",
     "silent",
+    "split_by",
+    "splitting",
     "tracing",
 ]
 
@@ -478,3 +481,22 @@ def silent() -> Iterator[None]:
         yield
     finally:
         _states.silent = before
+
+
+def splitting() -> Rewrite | None:
+    """The rewrite that may split the program in progress over axes; None if there is none."""
+    return getattr(_states, "splitting", None)
+
+
+@contextlib.contextmanager
+def split_by(rewrite: Rewrite | None) -> Iterator[None]:
+    """A context in which what is traced may be split by a rewrite; None leaves it as it is.
+
+    A trace has the same values for all of them: they say only how an operation is best written.
+    """
+    before = splitting()
+    _states.splitting = before if rewrite is None else rewrite
+    try:
+        yield
+    finally:
+        _states.splitting = before

@@ -8,6 +8,7 @@ defined in `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 from torchard import debug, implicit, machines, nn, optim, policies, random, transforms, tree
 from torchard.functional.callbacks.calls import io_callback, pure_callback
 from torchard.functional.checkpoint import checkpoint
+from torchard.functional.control.associative_scan import associative_scan
 from torchard.functional.control.cond import cond, switch
 from torchard.functional.control.scan import fori_loop, map, scan
 from torchard.functional.control.while_loop import while_loop
@@ -157,6 +158,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "any_of",
+    "associative_scan",
     "axis_index",
     "axis_size",
     "checkpoint",

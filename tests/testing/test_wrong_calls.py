@@ -51,6 +51,7 @@ COMPARING: dict[str, Holds] = {
     "permutation_equivariant": Holds(),
     "permutation_invariant": Holds(fn=torch.sum),
     "causal": Holds(fn=lambda x: x.cumsum(0), named={"in_dims": 0, "out_dim": 0}),
+    "check_associative": Holds((X + 1, X + 2), fn=torch.mul),
     "padding_invariant": Holds(x=X[None], named={"lengths": torch.tensor([2])}),
 }
 

@@ -54,7 +54,7 @@ from torchard.testing.laws.derivatives import check_derivatives
 from torchard.testing.laws.inverses import idempotent, inverse
 from torchard.testing.laws.order import monotone
 from torchard.testing.laws.purity import Purity, check_pure
-from torchard.testing.laws.sequences import causal, padding_invariant
+from torchard.testing.laws.sequences import causal, check_associative, padding_invariant
 from torchard.testing.laws.symmetries import equivariant, homogeneous, invariant
 from torchard.testing.laws.training import check_training
 from torchard.testing.laws.transforms import (
@@ -102,6 +102,7 @@ __all__ = [
     "assert_residual_bytes",
     "batch_independent",
     "causal",
+    "check_associative",
     "check_batching",
     "check_checkpoint",
     "check_derivatives",

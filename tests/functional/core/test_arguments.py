@@ -130,6 +130,7 @@ CASES: dict[str, Case] = {
         ta.while_loop, cond=lambda c: False, body=lambda c: c, carry=X, max_steps=None, name="s"
     ),
     "map": Case(ta.map, fn=double, xs=X, batch_size=None, name="s"),
+    "associative_scan": Case(ta.associative_scan, f=torch.add, xs=X, dim=0, reverse=False),
     "cond": Case(ta.cond, pred=True, true=lambda: X, false=lambda: X, name="s"),
     "switch": Case(ta.switch, index=0, branches=[lambda: X], name="s"),
     "custom_vjp": Case(ta.custom_vjp, fn=double, nondiff_argnums=0),
@@ -285,6 +286,8 @@ MEANT: dict[str, tuple[str, ...]] = {
         ("a str",),
     ),
     **dict.fromkeys(("fori_loop.lower", "fori_loop.upper", "switch.index"), ("an int", "negative")),
+    **{"associative_scan.xs": ("a tensor",), "associative_scan.dim": ("an int", "negative")},
+    **{"associative_scan.reverse": ("True",)},
     **{"scan.length": ("None",), "scan.reverse": ("True",), "scan.unroll": ("an int", "True")},
     **{"while_loop.body": ("a function", "a module"), "while_loop.max_steps": ("None", "an int")},
     **{"map.fn": ("a function", "a module"), "map.batch_size": ("None", "an int")},
@@ -418,6 +421,7 @@ TOLD_BY_OTHERS = {
     ("repeat.stacked", "a tensor"), ("repeat.x", "a tensor"), ("scan.body", "a function"),
     ("scan.body", "a module"), ("fori_loop.body", "a function"), ("fori_loop.body", "a module"),
     ("cond.true", "a function"), ("cond.true", "a module"),
+    ("associative_scan.f", "a function"), ("associative_scan.f", "a module"),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Sequence models: the past does not depend on the future, nor valid positions on the padding."""
+"""Sequences: the past depends neither on the future nor on padding; operations of scans are associative."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchard.testing.laws.sides import (
 )
 from torchard.testing.report import Report
 
-__all__ = ["causal", "padding_invariant"]
+__all__ = ["causal", "check_associative", "padding_invariant"]
 
 # At how many positions a sequence is cut at most: the first and the last, and others between.
 _CUTS = 8
@@ -267,3 +267,63 @@ def _shape(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"shape {list(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+@law
+def check_associative(
+    f: Callable[..., Any], a: Any, b: Any, c: Any, dim: int = 0, *, orders: Sequence[str] = ALL_ORDERS
+) -> Report:
+    """Assert that a function can be the operation of an `associative_scan`.
+
+    ``f(f(a, b), c)`` and ``f(a, f(b, c))`` must be equal up to rounding, in derivatives too; and each
+    element along ``dim`` must be computed by itself: f of a part of the elements is that part of the result.
+
+    Args:
+        f: a function of two trees that returns a third.
+        a: a tree of tensors with the same size, at least 2, along ``dim``.
+        b: another one.
+        c: another one.
+        dim: the dim of elements, which are combined independently.
+        orders: the quantities to compare; see `equal`.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: f is not associative, or mixes elements; the message is the report.
+        ValueError: the trees have no common size along ``dim``.
+
+    >>> import torch
+    >>> from torchard.testing import check_associative
+    >>> a, b, c = torch.tensor([[0.5, 2.0], [-1.0, 0.25], [3.0, 1.0]])
+    >>> check_associative(torch.logaddexp, a, b, c).good
+    True
+    >>> check_associative(torch.sub, a, b, c)
+    Traceback (most recent call last):
+        ...
+    torchard.Differs: not associative, f(f(a, b), c) and f(a, f(b, c)) differ:
+    ...
+    """
+    args = (a, b, c)
+    count = size_of("check_associative", "dim", args, [dim] * len(args))
+
+    def left(a: Any, b: Any, c: Any) -> Any:
+        return f(f(a, b), c)
+
+    def right(a: Any, b: Any, c: Any) -> Any:
+        return f(a, f(b, c))
+
+    def of_all(a: Any, b: Any) -> Any:
+        return f(a, b)
+
+    def one_by_one(a: Any, b: Any) -> Any:
+        parts = [f(*map_dims(_one(i), (a, b), [dim, dim])) for i in range(count)]
+        return tree.map(lambda *ys: torch.cat(ys, dim), *parts)
+
+    report = agree("not associative, f(f(a, b), c) and f(a, f(b, c)) differ", left, right, args, orders)
+    agree(f"not element by element along dim {dim}", of_all, one_by_one, (a, b), orders)
+    return report
+
+
+def _one(i: int) -> Callable[..., torch.Tensor]:
+    return lambda x, dim: x.narrow(dim, i, 1)
