@@ -12,6 +12,8 @@ module, ``from torchard.functional import checkpoint`` imports the function.
 
 from torchard.functional.callbacks.calls import io_callback, pure_callback
 from torchard.functional.checkpoint import checkpoint
+from torchard.functional.checks.checked import checked
+from torchard.functional.checks.error_if import error_if
 from torchard.functional.control.associative_scan import associative_scan
 from torchard.functional.control.cond import cond, switch
 from torchard.functional.control.scan import fori_loop, map, scan
@@ -28,10 +30,12 @@ from torchard.functional.trace import eval_shape, name, scope, trace
 __all__ = [
     "Functional",
     "associative_scan",
+    "checked",
     "checkpoint",
     "cond",
     "custom_jvp",
     "custom_vjp",
+    "error_if",
     "eval_shape",
     "fori_loop",
     "functionalize",

@@ -22,7 +22,7 @@ from torchard.functional.compiling.regions import by_regions
 from torchard.functional.compiling.writes_in_place import write_in_place
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
-from torchard.functional.core.errors import PurityError
+from torchard.functional.core.errors import CheckError, PurityError
 from torchard.functional.core.locks import Lock
 from torchard.functional.engine.lowered_function import width
 from torchard.functional.engine.transformed import Transformed
@@ -30,12 +30,12 @@ from torchard.functional.execution.binding import BoundLater, Compiling
 from torchard.functional.execution.choices import effects_of_branches, outlined
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.donated import donated_parts, own
-from torchard.functional.execution.failures import compiled_failed
+from torchard.functional.execution.failures import checks_in, compiled_failed, wrong
 from torchard.functional.memory.planned import Planned, PlannedHalves
 from torchard.functional.programs.program import Bound, Pass, Program, Rewrite, Stage
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
-from torchard.functional.programs.tags import HALVES
+from torchard.functional.programs.tags import HALVES, Checks
 from torchard.functional.programs.views import is_dense
 from torchard.functional.remat.barrier import insert_barriers, keep_compared
 from torchard.functional.remat.split import Split
@@ -170,6 +170,11 @@ class Compile(Rewrite):
         Raises:
             PurityError: a branch has an effect; planned memory computes all branches.
         """
+        if checks_in(graph) is not None:
+            raise PurityError(
+                f"{program.name} is checked, and jit(memory='planned') cannot look at each result: leave "
+                "out memory='planned' while you look for an error."
+            )
         for effect in effects_of_branches(graph):
             raise PurityError(
                 f"{effect.where}{effect.name} is called in a branch, and jit(memory='planned') computes "
@@ -207,6 +212,7 @@ class Compile(Rewrite):
 
         # Arguments of a forward are residuals, too.
         whole_step = self.backend == "inductor" and not HALVES.on(program.output)
+        whole_step &= checks_in(module.graph) is None  # else it may run again
         donated = donated_parts(program) if whole_step else []
         graph = outlined(module.graph, block) or module.graph
         outer = by_regions(graph, region, may_write=whole_step)
@@ -275,6 +281,7 @@ class _Compiled(Compiling):
     ) -> None:
         self.module = module
         self.generated = generated
+        self.checks = checks_in(module.graph)
         self.backend = backend
         self.name = self.__name__ = progress.name
         self.progress = progress
@@ -303,10 +310,23 @@ class _Compiled(Compiling):
                 # Operations inside compiled code have no ranges of their own.
                 with record_function(f"{self.name}, compiled by {self.backend}"):
                     return list(run(inputs))
-            return list(run(inputs))
+            return list(run(inputs)) if self.checks is None else self._checked(run, inputs, self.checks)
         except Exception as error:  # re-raised with a note, or as a CollectiveError
             compiled_failed(error, self.name, self.backend, self.collectives)
             raise
+
+    def _checked(
+        self, run: Callable[..., Any], inputs: list[torch.Tensor], checks: Checks
+    ) -> list[torch.Tensor]:
+        """The results, which are looked at; if one is wrong, the operations run one by one."""
+        results = list(run(list(inputs)))
+        if any(wrong(x, checks) for x in results):
+            self.generated(tuple(inputs))  # raises an error at the operation
+            raise CheckError(
+                f"what {self.backend} compiled of {self.name} returned wrong values that its operations, "
+                "one by one, do not"
+            )
+        return results
 
     def prepare(self, parts: Sequence[torch.Tensor]) -> None:
         """See `Compiling`."""

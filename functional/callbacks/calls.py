@@ -22,7 +22,14 @@ from torchard.functional.guards.present_cells import is_filled, with_present_cel
 from torchard.functional.programs.markers import Effect, PureCall
 from torchard.functional.tracing.trace_state import active
 
-__all__ = ["callback", "io_callback", "print", "print_cotangent", "pure_callback"]
+__all__ = [
+    "callback",
+    "called_for_effect",
+    "io_callback",
+    "print",
+    "print_cotangent",
+    "pure_callback",
+]
 
 
 @checked
@@ -186,9 +193,27 @@ def pure_callback(
     return build(call(*given))
 
 
-def _perform(name: str, fn: Callable[..., Any], args: Any, kwargs: Any, results: Any = None) -> Any:
+def called_for_effect(
+    name: str, fn: Callable[..., Any], args: Any, everywhere: bool = False
+) -> None:
+    """Call a function with values when they are computed.
+
+    Args:
+        everywhere: whether each rank of a mesh calls it.
+    """
+    _perform(name, fn, args, {}, everywhere=everywhere)
+
+
+def _perform(
+    name: str,
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    results: Any = None,
+    everywhere: bool = False,
+) -> Any:
     given, run, specs, build = _prepared(fn, args, kwargs, results)
-    effect = Effect(name, run, performed, specs, source.begins_here())
+    effect = Effect(name, run, performed, specs, source.begins_here(), everywhere)
     return build(performed(effect, given)[1:])
 
 

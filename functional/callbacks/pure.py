@@ -10,7 +10,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
-from torchard.functional.core.errors import DerivativeError
+from torchard.functional.core.errors import CheckError, DerivativeError
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous, is_inexact_dtype
 from torchard.functional.programs.markers import PureCall
 from torchard.functional.tracing.trace_state import active
@@ -107,7 +107,11 @@ def of_each(
     def each(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rows = []
         for i in range(size):
-            found = run(*(x[i] if m else x for x, m in zip(values, mapped, strict=True)))
+            try:
+                found = run(*(x[i] if m else x for x, m in zip(values, mapped, strict=True)))
+            except CheckError as error:
+                error.message += f", in example {i}"
+                raise
             rows.append(as_results(name, found, results) if results else ())
         return tuple(map(torch.stack, zip(*rows, strict=True)))
 

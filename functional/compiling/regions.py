@@ -19,13 +19,14 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.compiling.compiler_repairs import WRITES
 from torchard.functional.execution.choices import Conditional
+from torchard.functional.execution.failures import indices_of
 from torchard.functional.execution.reinplacing import written_base
 from torchard.functional.programs.graphs import computation, extracted
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.loops import issued_ahead, regrouped
 from torchard.functional.programs.markers import Effect, PureCall, after, again, is_marker, listed
 from torchard.functional.programs.tagging import forget, inherit
-from torchard.functional.programs.tags import AHEAD, LOOP, TASK, VAL
+from torchard.functional.programs.tags import AHEAD, CHECKS, LOOP, TASK, VAL
 from torchard.functional.programs.views import is_view, storage_of
 from torchard.functional.torch_internals.operators import COLLECTIVES
 from torchard.functional.updates.kernels import Update
@@ -141,6 +142,8 @@ def _is_kernel(node: fx.Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return _is_kernel(node.all_input_nodes[0])
+    if CHECKS.on(node) and CHECKS.of(node).index and indices_of(node):
+        return True  # compiled code may ignore an index that is too large
     if target is after or isinstance(target, (Update, Conditional, Effect, PureCall)):
         return True
     return isinstance(target, Fused) and target.opaque
@@ -272,7 +275,8 @@ def _call(
 ) -> None:
     call = outer.call_function(region, ([env[node] for node in _inputs(nodes)],))
     inherit(call, nodes[0], "place")
-    forget(call, AHEAD)
+    forget(call, AHEAD, CHECKS)  # what is compiled looks at its results itself
     for i, node in enumerate(_outputs(nodes)):
         env[node] = outer.call_function(operator.getitem, (call, i))
         inherit(env[node], node, "place")
+        forget(env[node], CHECKS)

@@ -25,7 +25,7 @@ Values = list[torch.Tensor]
 def associative_scan(
     f: Callable[[Any, Any], Any], xs: Any, dim: int = 0, reverse: bool = False
 ) -> Any:
-    """All prefixes of a sequence under an associative operation: ``x0``, ``f(x0, x1)``, ``f(f(x0, x1), x2)``.
+    """All prefixes of a sequence under an associative operation f: ``x0``, ``f(x0, x1)``, ...
 
     Computed as a tree: about 2 n applications in 2 log2(n) calls of ``f``, and so are derivatives. Along
     a dim that is split over ranks each scans its own elements, and they gather one value of each rank.
@@ -130,10 +130,10 @@ def _splitting() -> Rewrite | None:
 class _Scan:
     """The scan of leaves, in blocks of which each rank has one or more.
 
-    Blocks are a dim of their own at the dim of the sequence, that of a block's elements is behind it. Pairs
-    of a block's elements are combined until one value is left of each block. Only what comes before each
-    block depends on other blocks: it is the scan of these few values. Then each block is expanded again.
-    So elements are neither sent nor shifted past the ends of a block.
+    Blocks are a dim of their own at the dim of the sequence, before that of a block's elements. Pairs of
+    a block's elements are combined until one value is left of each block. Only what comes before a block
+    depends on other blocks: it is the scan of these few values. Then each block is expanded again, so
+    that elements are neither sent nor shifted past the ends of a block.
 
     Attributes:
         f: combines leaves along the dim.
@@ -165,9 +165,10 @@ class _Scan:
         """The elements that are left over by blocks of one size come after them."""
         n = xs[0].shape[self.dim]
         at, last = (0, 0) if self.reverse else (n - rest, n - rest - 1)
+        ends = [y.narrow(self.dim, last, 1) for y in made]
         tail = [
-            torch.cat([y.narrow(self.dim, last, 1), x.narrow(self.dim, at, rest)][:: self._step], self.dim)
-            for x, y in zip(xs, made, strict=True)
+            torch.cat([y, x.narrow(self.dim, at, rest)][:: self._step], self.dim)
+            for x, y in zip(xs, ends, strict=True)
         ]
         ends = replace(self, rewrite=None).of(tail)
         ends = [y.narrow(self.dim, 0 if self.reverse else 1, rest) for y in ends]

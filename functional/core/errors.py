@@ -267,6 +267,32 @@ class UnrolledLoopWarning(UserWarning):
     """
 
 
+class CheckError(RuntimeError):
+    """A check of `checked` or `error_if` found what it looks for.
+
+    Attributes:
+        message: what was found.
+        source: the user's line.
+        place: the scope, with its iteration, and the phase.
+        rank: the rank, or the coordinates on a virtual mesh; empty without a mesh.
+
+    >>> import torch, torchard as ta
+    >>> ta.error_if(torch.tensor(2.0) > 1, "too large")
+    Traceback (most recent call last):
+        ...
+    torchard.CheckError: <doctest CheckError[1]>:1 in <module>: too large
+    """
+
+    def __init__(self, message: str, source: str = "", place: str = "", rank: str = "") -> None:
+        super().__init__(message, source, place, rank)
+        self.message, self.source, self.place, self.rank = message, source, place, rank
+
+    def __str__(self) -> str:
+        begins = f"{self.source}: " if self.source else ""
+        where = ", ".join(filter(None, (self.place, self.rank)))
+        return begins + self.message + (f" ({where})" if where else "")
+
+
 class DonatedError(RuntimeError):
     """A value was used after it had been donated to a call.
 

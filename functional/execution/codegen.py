@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torchard.functional.effects.in_place import WRITTEN_VIEWS
 from torchard.functional.execution.choices import outlined
 from torchard.functional.execution.collecting import Rows, Total, copied, row_of, taken
 from torchard.functional.execution.donated import Owned
-from torchard.functional.execution.failures import failed
+from torchard.functional.execution.failures import Examined, failed, indices_of
 from torchard.functional.execution.instructions import (
     Assign,
     Compute,
@@ -41,6 +41,7 @@ from torchard.functional.execution.sequencing import instructions_of, what_runs
 from torchard.functional.programs.calls import callee
 from torchard.functional.programs.labels import Label
 from torchard.functional.programs.loops import regrouped
+from torchard.functional.programs.tags import CHECKS, STAGE
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["Line", "assembled", "compiled", "text_of"]
@@ -173,7 +174,7 @@ def _function(
         assert error.__traceback__ is not None
         frame = error.__traceback__.tb_frame
         label = labels[error.__traceback__.tb_lineno - 1]
-        failed(error, label and label.in_iteration(frame.f_locals.get("i")), name)
+        failed(error, label, name, frame.f_locals.get("i"))
 
     source = "".join(f"{line.indented}\n" for line in lines)
     names["failed"] = annotate_error
@@ -203,7 +204,25 @@ def lines_of(
                 yield from lines_of(body, names, depth)
                 yield Line(f"i -= {by}", None, depth)
             case _:
-                yield from (Line(text, each.label, depth) for text in _texts(each, names))
+                texts = _texts(each, names)
+                if isinstance(each, (Compute, Write)) and CHECKS.on(each.node):
+                    texts = _checked(each, texts, names)
+                yield from (Line(text, each.label, depth) for text in texts)
+
+
+def _checked(
+    instruction: Compute | Write, texts: Iterable[str], names: dict[str, Any]
+) -> Iterator[str]:
+    """The text of an instruction, and of looks at its indices and at its result."""
+    node, slots = instruction.node, instruction.slots
+    for operand, within in indices_of(node) if CHECKS.of(node).index else ():
+        yield f"{_constant(within, names, 'x')}({slots[operand]})"
+    yield from texts
+    if STAGE.get(node) in (None, "wait"):  # what was issued is not there yet
+        given = isinstance(instruction, Compute) and instruction.given  # then the call has taken them
+        operands = [] if given else [slots[x] for x in node.all_input_nodes if x in slots]
+        look = _constant(Examined(node), names, "x")
+        yield f"{look}({instruction.slot}, [{', '.join(operands)}])"
 
 
 def _texts(instruction: Instruction, names: dict[str, Any]) -> Iterator[str]:

@@ -1,21 +1,31 @@
-"""Errors of a program's operations, with the user's source line.
+"""Errors of a program's operations, with the user's source line; what checks look for.
 
-A collective fails because of other processes, so it raises an error of its own. Any other error is raised
-unchanged, with a note.
+A collective fails because of other processes, so it raises an error of its own. That of a check is
+completed. Any other error is raised unchanged, with a note.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
-from torchard.functional.core.errors import CollectiveError
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import CheckError, CollectiveError
+from torchard.functional.core.scope_frames import in_iteration
+from torchard.functional.core.tensor_spec import is_inexact
+from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.labels import Label
+from torchard.functional.programs.tags import CHECKS, VAL, Checks
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
-__all__ = ["compiled_failed", "failed"]
+__all__ = ["Examined", "Within", "checks_in", "compiled_failed", "failed", "indices_of", "wrong"]
 
 _REMEDY = (
     "A process that takes part has ended, hangs, or cannot be reached; the results of this call are "
@@ -30,17 +40,22 @@ _DOING = {
 _LISTED = 6
 
 
-def failed(error: Exception, label: Label | None, name: str) -> None:
+def failed(error: Exception, label: Label | None, name: str, iteration: int | None = None) -> None:
     """Add a note to an operation's error, or raise a CollectiveError in its place.
 
     Args:
         label: the label of the operation; None for an error outside of all operations.
         name: the name of the program.
+        iteration: the number of the iteration of its loop.
 
     Raises:
         CollectiveError: other processes take part in the operation.
     """
     if label is None:
+        return
+    label = label.in_iteration(iteration)
+    if isinstance(error, CheckError):
+        _complete(error, label, iteration)
         return
     where = [label.place and f"in {label.place}", label.source and f"for {label.source}"]
     if not label.stage:
@@ -54,6 +69,144 @@ def failed(error: Exception, label: Label | None, name: str) -> None:
         f"{_first_line(error)}\n{label.peers} {_REMEDY}",
         record,
     ) from error
+
+
+def _complete(error: CheckError, label: Label, iteration: int | None) -> None:
+    """Add to a check's error where it was raised, or in which iteration of a loop around that."""
+    if not error.place:
+        error.source, error.place = error.source or label.source, label.place
+    elif iteration is not None:
+        error.place = in_iteration(error.place, iteration)
+    error.rank = error.rank or label.coordinates
+    if not error.rank and dist.is_available() and dist.is_initialized():
+        error.rank = f"rank {dist.get_rank()}"
+
+
+class Examined:
+    """A look at what an operation returned.
+
+    Args:
+        node: an operation with the tag `CHECKS`.
+    """
+
+    def __init__(self, node: fx.Node) -> None:
+        self.checks, self.op = CHECKS.of(node), op_name(node)
+
+    def __call__(self, result: Any, operands: Sequence[Any]) -> None:
+        """Look at a result.
+
+        Raises:
+            CheckError: it has NaN, or infinities, that are looked for.
+        """
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            seen = wrong(x, self.checks)
+            if seen is None:
+                continue
+            found, kind = seen
+            before = any(wrong(operand, self.checks) for operand in _tensors(operands))
+            first = found.nonzero()[0].tolist()
+            raise CheckError(
+                f"{self.op} returned {kind} at {first}, {int(found.sum())} of {x.numel()} values, of "
+                f"{'operands that have some' if before else 'finite operands'}"
+            )
+
+
+def checks_in(graph: fx.Graph) -> Checks | None:
+    """All that is looked for in what a graph computes; None if nothing is."""
+    found = [CHECKS.of(node) for node in graph.nodes if CHECKS.on(node)]
+    if not found:
+        return None
+    return Checks(*(any(getattr(each, name) for each in found) for name in ("nan", "inf", "index")))
+
+
+def wrong(x: Any, checks: Checks) -> tuple[torch.Tensor, str] | None:
+    """Which values are wrong, and what they are; None if there are none."""
+    if not is_inexact(x) or isinstance(x, internals.FakeTensor) or not x.numel():
+        return None
+    for looks, kind, find in ((checks.nan, "NaN", torch.isnan), (checks.inf, "infinity", torch.isinf)):
+        if looks and bool((found := find(x)).any()):
+            return found, kind
+    return None
+
+
+def _tensors(operands: Any) -> Iterator[torch.Tensor]:
+    for x in operands:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, (tuple, list)):
+            yield from _tensors(x)
+
+
+@dataclass(frozen=True)
+class Within:
+    """The identity of an index, which must be within a dim.
+
+    Attributes:
+        size: the size of the dim.
+        wraps: whether negative ones count from the end.
+        op: the operation that reads the index.
+    """
+
+    size: int
+    wraps: bool
+    op: str
+
+    __name__ = "within"
+
+    def __call__(self, index: torch.Tensor) -> torch.Tensor:
+        """The index.
+
+        Raises:
+            CheckError: it is not within the dim.
+        """
+        if isinstance(index, internals.FakeTensor) or index.dtype == torch.bool:
+            return index
+        found = (index < (-self.size if self.wraps else 0)) | (index >= self.size)
+        if bool(found.any()):
+            first = found.nonzero()[0].tolist()
+            raise CheckError(
+                f"{self.op} was given index {int(index[tuple(first)])} at {first}, {int(found.sum())} of "
+                f"{index.numel()} indices, of a dim of {self.size}"
+            )
+        return index
+
+
+def indices_of(node: fx.Node) -> list[tuple[fx.Node, Within]]:
+    """The operands of an operation that are indices, and within what they must be."""
+    op, given = op_name(node), cast("Sequence[Any]", node.args)
+    sizes = getattr(VAL.get(given[0]), "shape", None) if given and isinstance(given[0], fx.Node) else None
+    if sizes is None:
+        return []
+    match op:
+        case "aten.index" | "aten.index_put" | "aten._unsafe_index" | "aten._unsafe_index_put":
+            read = [(index, i, True) for i, index in enumerate(given[1])]
+            if any(_is_mask(index) for index in given[1]):  # which may be of several dims
+                return []
+        case "aten.embedding":
+            read = [(given[1], 0, False)]
+        case _ if op in _ALONG and len(sizes):
+            read = [(given[2], given[1], False)]
+        case _:
+            read = []
+    return [
+        (index, Within(sizes[dim], wraps, op))
+        for index, dim, wraps in read
+        if isinstance(index, fx.Node)
+    ]
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, fx.Node) and getattr(VAL.get(index), "dtype", None) == torch.bool
+
+
+# Operations of (x, dim, index, ...).
+_ALONG = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("gather", "scatter", "scatter_add", "scatter_reduce"),
+        *("index_select", "index_add", "index_copy", "index_fill"),
+    )
+)
 
 
 def compiled_failed(error: Exception, name: str, backend: str, records: Sequence[Any]) -> None:

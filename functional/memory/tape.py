@@ -161,7 +161,7 @@ class Recorder:
         self.steps.append(Step(function, args, kwargs, (), False, label))
 
 
-NOWHERE = Label("select.int", "", "", "", "", None, "", "")
+NOWHERE = Label("select.int", "", "", "", "", None, "", "", "")
 
 
 class _RecordedRows(Rows):

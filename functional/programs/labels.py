@@ -8,7 +8,16 @@ from torch import fx
 
 from torchard.functional.core.scope_frames import in_iteration
 from torchard.functional.programs.records import Record
-from torchard.functional.programs.tags import COLLECTIVE, PEERS, PHASE, SCOPE, SOURCE, STAGE, TASK
+from torchard.functional.programs.tags import (
+    COLLECTIVE,
+    COORDINATES,
+    PEERS,
+    PHASE,
+    SCOPE,
+    SOURCE,
+    STAGE,
+    TASK,
+)
 
 __all__ = ["Label", "label_of"]
 
@@ -25,6 +34,7 @@ class Label:
     collective: Record | None
     stage: str
     peers: str
+    coordinates: str
 
     @property
     def place(self) -> str:
@@ -39,9 +49,9 @@ class Label:
 def label_of(node: fx.Node) -> Label:
     """The label of a node."""
     target = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
-    source, scope, phase, task, stage, peers = (
-        str(tag.get(node) or "") for tag in (SOURCE, SCOPE, PHASE, TASK, STAGE, PEERS)
+    source, scope, phase, task, stage, peers, at = (
+        str(tag.get(node) or "") for tag in (SOURCE, SCOPE, PHASE, TASK, STAGE, PEERS, COORDINATES)
     )
-    return Label(target, source, scope, phase, task, COLLECTIVE.get(node), stage, peers)
+    return Label(target, source, scope, phase, task, COLLECTIVE.get(node), stage, peers, at)
 
 

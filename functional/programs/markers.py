@@ -135,6 +135,7 @@ class Effect:
         run: runs it under any transform, or records it; set by whoever makes it (callbacks/effect.py).
         results: what it returns.
         where: the line of the user's code.
+        everywhere: whether each rank of a mesh performs it, and not one for all.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Effect:
     run: Callable[..., tuple[torch.Tensor, ...]]
     results: tuple[TensorSpec, ...] = ()
     where: str = ""
+    everywhere: bool = False
 
     namespace = "torchard"
 

@@ -313,7 +313,7 @@ class Rewrite:
     def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """A value of a trace in progress, which must not be split along a dim.
 
-        A function that moves less between axes of known ``sizes`` is written for them (`associative_scan`).
+        A function may be written for axes of known ``sizes``, so that less is moved (`associative_scan`).
         """
         return x
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torchard.functional.core.scope_frames import Frame
@@ -13,7 +14,9 @@ __all__ = [
     "AHEAD",
     "APART",
     "BRANCH",
+    "CHECKS",
     "COLLECTIVE",
+    "COORDINATES",
     "CUT",
     "ENDS",
     "FRAMES",
@@ -46,6 +49,7 @@ __all__ = [
     "VAL",
     "WEAK",
     "WHY",
+    "Checks",
 ]
 
 # -- what torch writes -----------------------------------------------------------------------------
@@ -191,6 +195,32 @@ WEAK: Tag[bool] = declare(
     written_by="tracing/trace_call",
     read_by="tracing/purify",
     follows="value",
+)
+
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What is wrong in an operation's result: NaN, infinities; and indices past the end of a dim."""
+
+    nan: bool
+    inf: bool
+    index: bool
+
+
+CHECKS: Tag[Checks] = declare(
+    "checks",
+    "what to look for in the result when it is computed",
+    written_by="checks/checked",
+    read_by="execution/codegen, compiling/regions, execution/codegen, execution/failures, lowering/lower",
+    follows="place",
+)
+COORDINATES: Tag[str] = declare(
+    "coordinates",
+    "who runs the operation, for checks: \"rank dp=1\" of a virtual mesh, \"microbatch 2\"",
+    written_by="lowering/lower, microbatches/turns",
+    read_by="lowering/lower, programs/labels",
+    follows="place",
 )
 
 # -- written by checkpoints and splits -------------------------------------------------------------

@@ -16,11 +16,21 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from torchard.functional.execution.failures import indices_of
 from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.markers import Effect
 from torchard.functional.programs.running_sums import added_product, sum_so_far
 from torchard.functional.programs.tagging import Tags, inherited_tags, put
-from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, RUNNING, SHAPE, STEP, VAL
+from torchard.functional.programs.tags import (
+    CHECKS,
+    COLLECTIVE,
+    COORDINATES,
+    LAYOUT,
+    RUNNING,
+    SHAPE,
+    STEP,
+    VAL,
+)
 from torchard.functional.torch_internals import ProgramGraph
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.updates.kernels import Update
@@ -386,9 +396,26 @@ class Lowering:
                 parts[key] = Value(self._local(node, call, outs, at, token))
         self.env[node] = parts
 
+    def _named(self, node: fx.Node, at: Coords) -> None:
+        """Say for checks which rank runs what is emitted for an operation."""
+        if self.mesh.virtual and CHECKS.on(node):
+            rank = ", ".join(f"{axis}={i}" for axis, i in at.items())
+            batch = COORDINATES.get(node)
+            names = [f"rank {rank}", *([batch] if batch else [])]
+            self.emit.tags = {**self.emit.tags, COORDINATES: ", ".join(names)}
+
+    def _looked_at(self, node: fx.Node, call: Call, here: list[Any]) -> list[Any]:
+        """The operands, of which indices are looked at before ranks leave out those of others."""
+        known = dict(indices_of(node)) if CHECKS.of(node).index else {}
+        return [
+            self.emit.call(known[operand], x) if operand in known else x
+            for operand, x in zip(call.operands, here, strict=True)
+        ]
+
     def _local(
         self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords, token: Any = None
     ) -> Any:
+        self._named(node, at)
         if not isinstance(node.target, Update):  # whose parameters may be empty one by one
             empty = empty_shard_result(call, outs, at, self.mesh.shape, self.emit.full)
             if empty is not None:
@@ -396,6 +423,8 @@ class Lowering:
 
         here = [self.env[o][LAYOUT.of(o).key(at)].get() for o in call.operands]
         here = here if token is None else [token, *here[1:]]
+        if CHECKS.on(node):
+            here = self._looked_at(node, call, here)
         args, kwargs = with_operands(node, here)
         rule = lookup(node.target)
         if rule is not None and rule.emit is not None and not GATHERED.get(node):

@@ -25,7 +25,7 @@ from torchard.functional.core.errors import AccumulateError
 from torchard.functional.costs.flops import is_product
 from torchard.functional.programs.graphs import output_node
 from torchard.functional.programs.tagging import forget, inherit
-from torchard.functional.programs.tags import LAYOUT, NAME, SHAPE, SOURCE, STEP, VAL
+from torchard.functional.programs.tags import COORDINATES, LAYOUT, NAME, SHAPE, SOURCE, STEP, VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.collective_ops import AllGather, AllReduce, LocalSlice
@@ -123,7 +123,11 @@ class _Turns(Lowering):
                 continue
             self._tag(node)
             if not awaited:
-                self.emit.tags = {**self.emit.tags, MICROBATCH: at[AXIS]}
+                self.emit.tags = {
+                    **self.emit.tags,
+                    MICROBATCH: at[AXIS],
+                    COORDINATES: _named(at),
+                }
             self.emit.made, self.by_position = [], False
             self._emit(node, at)
             self._note(node)
@@ -144,6 +148,7 @@ class _Turns(Lowering):
             copied = self.graph.node_copy(first, self._here)
             if MICROBATCH.on(first):
                 MICROBATCH.set(copied, at[AXIS])
+                COORDINATES.set(copied, _named(at))
             self.now[first] = copied
         (value,) = self.first[node][0]
         self.env[node] = {tuple(at[a] for a in axes_of(node)): Value(fx.map_arg(value, self._here))}
@@ -381,3 +386,8 @@ def _waits(source: fx.Node, heavy: fx.Node) -> str:
         "batch: use statistics of each example, as in layer or group normalization, fixed ones (eval "
         "mode), or checkpoint in place of accumulate."
     )
+
+
+def _named(at: dict[str, int]) -> str:
+    """A microbatch, in messages."""
+    return f"microbatch {at[AXIS]}"

@@ -41,7 +41,7 @@ def _emit_effect(call: Call, local: Local) -> Any:
             f"{effect.where}{effect.name}: on a mesh of several processes one of them would have the "
             "result. Use pure_callback, or call it outside and pass the result."
         )
-    silent = local.is_distributed() and not local.is_first()
+    silent = local.is_distributed() and not (effect.everywhere or local.is_first())
     target = replace(effect, perform=_nothing) if silent else effect
     return local.call(target, *local.args, **local.kwargs)
 

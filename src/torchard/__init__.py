@@ -8,6 +8,8 @@ defined in `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 from torchard import debug, implicit, machines, nn, optim, policies, random, transforms, tree
 from torchard.functional.callbacks.calls import io_callback, pure_callback
 from torchard.functional.checkpoint import checkpoint
+from torchard.functional.checks.checked import checked
+from torchard.functional.checks.error_if import error_if
 from torchard.functional.control.associative_scan import associative_scan
 from torchard.functional.control.cond import cond, switch
 from torchard.functional.control.scan import fori_loop, map, scan
@@ -15,6 +17,7 @@ from torchard.functional.control.while_loop import while_loop
 from torchard.functional.core.errors import (
     AccumulateError,
     BranchError,
+    CheckError,
     CheckpointError,
     CollectiveError,
     DerivativeError,
@@ -110,6 +113,7 @@ __all__ = [
     "AccumulateError",
     "Activations",
     "BranchError",
+    "CheckError",
     "CheckpointError",
     "CollectiveError",
     "Colwise",
@@ -161,6 +165,7 @@ __all__ = [
     "associative_scan",
     "axis_index",
     "axis_size",
+    "checked",
     "checkpoint",
     "clip_by_global_norm",
     "cond",
@@ -168,6 +173,7 @@ __all__ = [
     "custom_jvp",
     "custom_vjp",
     "debug",
+    "error_if",
     "eval_shape",
     "find",
     "fori_loop",

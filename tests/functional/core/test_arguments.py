@@ -286,7 +286,7 @@ MEANT: dict[str, tuple[str, ...]] = {
         ("a str",),
     ),
     **dict.fromkeys(("fori_loop.lower", "fori_loop.upper", "switch.index"), ("an int", "negative")),
-    **{"associative_scan.xs": ("a tensor",), "associative_scan.dim": ("an int", "negative")},
+    **{"associative_scan.xs": ("a tensor",), "associative_scan.dim": ("negative",)},
     **{"associative_scan.reverse": ("True",)},
     **{"scan.length": ("None",), "scan.reverse": ("True",), "scan.unroll": ("an int", "True")},
     **{"while_loop.body": ("a function", "a module"), "while_loop.max_steps": ("None", "an int")},

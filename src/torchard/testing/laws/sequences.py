@@ -1,4 +1,4 @@
-"""Sequences: the past depends neither on the future nor on padding; operations of scans are associative."""
+"""Sequences: the past depends neither on the future nor on padding; scans combine associatively."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def check_associative(
     """Assert that a function can be the operation of an `associative_scan`.
 
     ``f(f(a, b), c)`` and ``f(a, f(b, c))`` must be equal up to rounding, in derivatives too; and each
-    element along ``dim`` must be computed by itself: f of a part of the elements is that part of the result.
+    element along ``dim`` must be computed by itself, from the elements at its index.
 
     Args:
         f: a function of two trees that returns a third.
