@@ -103,11 +103,10 @@ class Examined:
             if seen is None:
                 continue
             found, kind = seen
-            before = any(wrong(operand, self.checks) for operand in _tensors(operands))
             first = found.nonzero()[0].tolist()
             raise CheckError(
                 f"{self.op} returned {kind} at {first}, {int(found.sum())} of {x.numel()} values, of "
-                f"{'operands that have some' if before else 'finite operands'}"
+                f"{_kind_of(list(_tensors(operands)))}"
             )
 
 
@@ -127,6 +126,14 @@ def wrong(x: Any, checks: Checks) -> tuple[torch.Tensor, str] | None:
         if looks and bool((found := find(x)).any()):
             return found, kind
     return None
+
+
+def _kind_of(operands: Sequence[torch.Tensor]) -> str:
+    """What operands an operation had, in messages."""
+    floats = [x for x in operands if is_inexact(x)]
+    if any(bool(x.isnan().any()) for x in floats):
+        return "operands with NaN"
+    return "operands with infinities" if any(bool(x.isinf().any()) for x in floats) else "finite operands"
 
 
 def _tensors(operands: Any) -> Iterator[torch.Tensor]:

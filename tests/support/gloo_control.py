@@ -8,7 +8,22 @@ from typing import Any
 import torch
 from torch.func import grad
 
-from torchard import Mesh, P, cond, debug, fori_loop, full, place, shard, tree, while_loop
+from torchard import (
+    CheckError,
+    Mesh,
+    P,
+    associative_scan,
+    checked,
+    cond,
+    debug,
+    error_if,
+    fori_loop,
+    full,
+    place,
+    shard,
+    tree,
+    while_loop,
+)
 
 __all__ = ["CHECKS"]
 
@@ -77,7 +92,53 @@ def effects(rank: int, world: int) -> dict[str, Any]:
     }
 
 
+def scans(rank: int, world: int) -> dict[str, Any]:
+    """The largest errors of a scan along a split dim, and of its gradient."""
+
+    def affine(f: Any, g: Any) -> Any:
+        return f[0] * g[0], f[1] * g[0] + g[1]
+
+    def states(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return associative_scan(affine, (a, b), 0, True)[1]
+
+    def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return states(a, b).square().sum()
+
+    mesh, seed = Mesh({"sp": world}), torch.Generator().manual_seed(5)
+    a, b = torch.rand(2, 5 * world + 1, 3, generator=seed, dtype=torch.float64)
+    placed = [place(x, mesh, P("sp")) for x in (a, b)]
+    value, slopes = full(shard(states, mesh)(*placed)), full(shard(grad(loss), mesh)(*placed))
+    return {
+        "value": float((value - states(a, b)).abs().max()),
+        "gradient": float((slopes - grad(loss)(a, b)).abs().max()),
+    }
+
+
+def wrong_values(rank: int, world: int) -> dict[str, str]:
+    """What this rank is told of a value that is wrong on the last rank alone, and of a condition of all."""
+    mesh = Mesh({"dp": world})
+    x = place(torch.arange(2.0 * world).flip(0), mesh, P("dp"))
+
+    def logarithm(x: torch.Tensor) -> torch.Tensor:
+        return (x - 1).log()
+
+    def asked(x: torch.Tensor) -> torch.Tensor:
+        error_if(x < 1, "the least of {x} is below 1", x=x.amin())
+        return x.exp()
+
+    def told(fn: Callable[..., Any]) -> str:
+        try:
+            fn(x)
+        except CheckError as error:
+            return str(error)
+        return ""
+
+    return {"checked": told(checked(shard(logarithm, mesh))), "asked": told(shard(asked, mesh))}
+
+
 CHECKS: dict[str, Callable[[int, int], Any]] = {
     "loops_and_branches": loops_and_branches,
     "effects": effects,
+    "scans": scans,
+    "wrong_values": wrong_values,
 }

@@ -158,7 +158,7 @@ def test_gradients_are_looked_at(around: Callable[[Fn], Fn]) -> None:
 def test_which_values_are_wrong_and_whose_they_are() -> None:
     x = torch.tensor([1.0, 0.0, float("nan")])
     with pytest.raises(
-        CheckError, match=r"aten.log returned NaN at \[2\], 1 of 3 values, of operands that"
+        CheckError, match=r"aten.log returned NaN at \[2\], 1 of 3 values, of operands with NaN"
     ):
         checked(torch.log)(x)
     with pytest.raises(CheckError, match=r"infinity at \[1\], 1 of 3 values, of finite operands"):

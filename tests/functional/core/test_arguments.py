@@ -131,6 +131,8 @@ CASES: dict[str, Case] = {
     ),
     "map": Case(ta.map, fn=double, xs=X, batch_size=None, name="s"),
     "associative_scan": Case(ta.associative_scan, f=torch.add, xs=X, dim=0, reverse=False),
+    "checked": Case(ta.checked, fn=double, nan=True, inf=False, index=True),
+    "error_if": Case(ta.error_if, pred=False, message="wrong"),
     "cond": Case(ta.cond, pred=True, true=lambda: X, false=lambda: X, name="s"),
     "switch": Case(ta.switch, index=0, branches=[lambda: X], name="s"),
     "custom_vjp": Case(ta.custom_vjp, fn=double, nondiff_argnums=0),
@@ -291,6 +293,8 @@ MEANT: dict[str, tuple[str, ...]] = {
     **{"scan.length": ("None",), "scan.reverse": ("True",), "scan.unroll": ("an int", "True")},
     **{"while_loop.body": ("a function", "a module"), "while_loop.max_steps": ("None", "an int")},
     **{"map.fn": ("a function", "a module"), "map.batch_size": ("None", "an int")},
+    **dict.fromkeys(("checked.nan", "checked.inf", "checked.index"), ("True",)),
+    **{"checked.fn": ("a function", "a module"), "error_if.message": ("a str",)},
     **{"cond.pred": ("True",), "cond.false": ("a function", "a module")},
     **dict.fromkeys(
         ("eval_shape.fn", "value_and_grad.fn", "debug.callback.fn", "io_callback.fn",

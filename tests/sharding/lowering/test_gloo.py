@@ -89,6 +89,20 @@ def test_one_rank_performs_effects(ranks: Results) -> None:
         assert found["sharded"] == found["inside"] == [[], []]
 
 
+def test_a_scan_along_a_split_dim(ranks: Results) -> None:
+    for found in every(ranks, "scans"):
+        assert max(found.values()) < 1e-12
+
+
+def test_checks_name_the_rank(ranks: Results) -> None:
+    *others, last = every(ranks, "wrong_values")
+    world = len(others) + 1
+    said = f"aten.log returned NaN at [1], 1 of 2 values, of finite operands (forward, rank {world - 1})"
+    assert said in last["checked"] and not any(found["checked"] for found in others)
+    for rank, found in enumerate((*others, last)):
+        assert found["asked"].endswith(f"in asked: the least of 0.0 is below 1 (forward, rank {rank})")
+
+
 def test_sums_of_few_bytes(ranks: Results) -> None:
     """Two ranks exchange what they add up, if it is small: that takes fewer messages, and more memory."""
     exchanged = "all_to_all_single" if len(ranks) == 2 else "all_reduce"
