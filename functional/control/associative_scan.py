@@ -13,6 +13,7 @@ from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import LoopError
+from torchard.functional.core.placed import is_placed
 from torchard.functional.programs.program import Rewrite
 from torchard.functional.tracing.trace_state import active, splitting
 
@@ -56,8 +57,8 @@ def associative_scan(
     >>> ta.associative_scan(compose, (a, b))[1]
     tensor([1.0000, 1.5000, 1.7500, 1.8750])
     """
-    leaves, structure = tree.flatten(xs)
-    paths = tree.paths(xs, "xs")
+    leaves, structure = tree.flatten(xs, is_leaf=is_placed)
+    paths = tree.paths(xs, "xs", is_leaf=is_placed)
     along, size = _dim_of(leaves, paths, dim)
     if size < 2:
         return xs

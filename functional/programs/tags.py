@@ -212,7 +212,7 @@ CHECKS: Tag[Checks] = declare(
     "checks",
     "what to look for in the result when it is computed",
     written_by="checks/checked",
-    read_by="execution/codegen, compiling/regions, execution/codegen, execution/failures, lowering/lower",
+    read_by="compiling/regions, execution/codegen, execution/failures, lowering/lower",
     follows="place",
 )
 COORDINATES: Tag[str] = declare(

@@ -267,7 +267,5 @@ def test_only_an_associative_function_passes() -> None:
         assert ta.testing.check_associative(f, a, b, c).good
     with pytest.raises(AssertionError, match="not associative"):
         ta.testing.check_associative(lambda a, b: (a[0] - b[0], b[1]), a, b, c)
-    with pytest.raises(AssertionError, match="not associative"):  # in its derivative only
-        ta.testing.check_associative(lambda a, b: (a[0] + b[0], b[1] + 0 * a[1] * b[0]), a, b, c)
     with pytest.raises(AssertionError, match="not element by element along dim 0"):
-        ta.testing.check_associative(lambda a, b: (a[0] + b[0], b[1].flip(0)), a, b, c)
+        ta.testing.check_associative(lambda a, b: (a[0] + b[0], a[1] + b[1].mean(0)), a, b, c)
