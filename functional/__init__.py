@@ -20,18 +20,24 @@ from torchard.functional.control.scan import fori_loop, map, scan
 from torchard.functional.control.while_loop import while_loop
 from torchard.functional.custom.custom_jvp import custom_jvp
 from torchard.functional.custom.custom_vjp import custom_vjp
+from torchard.functional.custom.linearize import (
+    closure_convert,
+    linear_transpose,
+    linearize,
+)
 from torchard.functional.derivatives.value_and_grad import value_and_grad
 from torchard.functional.jit import jit
 from torchard.functional.module import Functional, functionalize
 from torchard.functional.repeat import repeat, stack, unstack
 from torchard.functional.saved_residuals import saved_residuals
-from torchard.functional.trace import eval_shape, name, scope, trace
+from torchard.functional.trace import eval_shape, name, scope, trace, typeof
 
 __all__ = [
     "Functional",
     "associative_scan",
     "checked",
     "checkpoint",
+    "closure_convert",
     "cond",
     "custom_jvp",
     "custom_vjp",
@@ -41,6 +47,8 @@ __all__ = [
     "functionalize",
     "io_callback",
     "jit",
+    "linear_transpose",
+    "linearize",
     "map",
     "name",
     "pure_callback",
@@ -51,6 +59,7 @@ __all__ = [
     "stack",
     "switch",
     "trace",
+    "typeof",
     "unstack",
     "value_and_grad",
     "while_loop",

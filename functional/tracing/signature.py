@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -41,6 +41,7 @@ class ShapeDtype:
         shape: the tensor's shape.
         dtype: the tensor's dtype.
         device: the tensor's device.
+        placement: how it is placed, as `typeof` and `eval_shape` say; not read of an argument.
 
     Source: ``jax.ShapeDtypeStruct``.
 
@@ -54,6 +55,16 @@ class ShapeDtype:
     shape: Sequence[int]
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
+    placement: Any = field(default=None, repr=False)
+
+    @property
+    def spec(self) -> Any:
+        """The spec of its placement on a mesh; None if it is not placed.
+
+        Raises:
+            PurityError: it is the type of a value in a traced function, whose layout is not chosen yet.
+        """
+        return None if self.placement is None else self.placement.spec
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -36,13 +36,18 @@ from torchard.functional.core.errors import (
 )
 from torchard.functional.custom.custom_jvp import custom_jvp
 from torchard.functional.custom.custom_vjp import custom_vjp
+from torchard.functional.custom.linearize import (
+    closure_convert,
+    linear_transpose,
+    linearize,
+)
 from torchard.functional.derivatives.value_and_grad import value_and_grad
 from torchard.functional.jit import jit
 from torchard.functional.machines.machine import Link, Machine
 from torchard.functional.module import Functional, functionalize
 from torchard.functional.repeat import repeat, stack, unstack
 from torchard.functional.saved_residuals import saved_residuals
-from torchard.functional.trace import eval_shape, name, scope, trace
+from torchard.functional.trace import eval_shape, name, scope, trace, typeof
 from torchard.functional.tracing.signature import ShapeDtype
 from torchard.kernels import Kernel, Pattern, any_of, find, fuse, register_kernel, replaced
 from torchard.sharding import (
@@ -168,6 +173,7 @@ __all__ = [
     "checked",
     "checkpoint",
     "clip_by_global_norm",
+    "closure_convert",
     "cond",
     "constrain",
     "custom_jvp",
@@ -186,6 +192,8 @@ __all__ = [
     "initialize",
     "io_callback",
     "jit",
+    "linear_transpose",
+    "linearize",
     "load",
     "machines",
     "map",
@@ -224,6 +232,7 @@ __all__ = [
     "trace",
     "transforms",
     "tree",
+    "typeof",
     "unstack",
     "value_and_grad",
     "while_loop",

@@ -115,7 +115,7 @@ def scans(rank: int, world: int) -> dict[str, Any]:
 
 
 def wrong_values(rank: int, world: int) -> dict[str, str]:
-    """What this rank is told of a value that is wrong on the last rank alone, and of a condition of all."""
+    """What this rank is told of a value that is wrong on the last rank, and of a condition of all."""
     mesh = Mesh({"dp": world})
     x = place(torch.arange(2.0 * world).flip(0), mesh, P("dp"))
 

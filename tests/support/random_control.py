@@ -21,10 +21,13 @@ from random_stacks import FAILED, WRONG, draw, judge
 from torchard import (
     Mesh,
     ShapeDtype,
+    associative_scan,
+    checked,
     cond,
     custom_jvp,
     custom_vjp,
     debug,
+    error_if,
     fori_loop,
     implicit,
     map,
@@ -67,7 +70,8 @@ def _named(name: str, step: Step) -> Step:
 def _step(rng: Random, depth: int) -> Step:
     kinds = [_unary, _binary]
     if depth:
-        kinds += [_effect, _scan, _cond, _cond, _while, _map, _detached, _ruled, _ruled, _root]
+        kinds += [_prefixes, _asked, _effect, _scan, _cond, _cond, _while, _map]
+        kinds += [_detached, _ruled, _ruled, _root]
     return rng.choice(kinds)(rng, depth - 1)
 
 
@@ -178,6 +182,32 @@ def _map(rng: Random, depth: int) -> Step:
         f"map({block.__name__}, {batch})",
         lambda x, others: x + map(lambda row: block(row, others), others[1], batch).mean(0),
     )
+
+
+def _prefixes(rng: Random, depth: int) -> Step:
+    combine = rng.choice([torch.add, torch.maximum, torch.logaddexp, _affine])
+    dim, reverse = rng.choice([0, 1, -1]), rng.random() < 0.5
+
+    def scanned(x: torch.Tensor, others: Tensors) -> torch.Tensor:
+        if combine is _affine:
+            return torch.tanh(associative_scan(_affine, (others[0], x), dim, reverse)[1])
+        return torch.tanh(associative_scan(combine, x, dim, reverse))
+
+    return _named(f"prefixes({combine.__name__}, {dim}, {reverse})", scanned)
+
+
+def _affine(f: Any, g: Any) -> Any:
+    return f[0] * g[0], f[1] * g[0] + g[1]
+
+
+def _asked(rng: Random, depth: int) -> Step:
+    inner = _block(rng, depth)
+
+    def asked(x: torch.Tensor, others: Tensors) -> torch.Tensor:
+        error_if(x.isnan(), "nan")
+        return checked(lambda x: inner(x, others))(x)
+
+    return _named(f"checked({inner.__name__})", asked)
 
 
 def _effect(rng: Random, depth: int) -> Step:

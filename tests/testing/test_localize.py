@@ -149,7 +149,7 @@ def test_values_of_single_ranks_that_are_alike() -> None:
 
 
 def test_long_runs_part_in_a_short_time() -> None:
-    """In time that is linear in the number of operations; all pairs of them would take 16 times as long."""
+    """In time that is linear in the number of operations: all pairs would take 16 times as long."""
 
     def waves(x: torch.Tensor, count: int, more: float) -> torch.Tensor:
         total = x

@@ -133,6 +133,9 @@ CASES: dict[str, Case] = {
     "associative_scan": Case(ta.associative_scan, f=torch.add, xs=X, dim=0, reverse=False),
     "checked": Case(ta.checked, fn=double, nan=True, inf=False, index=True),
     "error_if": Case(ta.error_if, pred=False, message="wrong"),
+    "linearize": Case(ta.linearize, fn=double),
+    "linear_transpose": Case(ta.linear_transpose, fn=double),
+    "closure_convert": Case(ta.closure_convert, fn=double),
     "cond": Case(ta.cond, pred=True, true=lambda: X, false=lambda: X, name="s"),
     "switch": Case(ta.switch, index=0, branches=[lambda: X], name="s"),
     "custom_vjp": Case(ta.custom_vjp, fn=double, nondiff_argnums=0),
@@ -295,6 +298,7 @@ MEANT: dict[str, tuple[str, ...]] = {
     **{"map.fn": ("a function", "a module"), "map.batch_size": ("None", "an int")},
     **dict.fromkeys(("checked.nan", "checked.inf", "checked.index"), ("True",)),
     **{"checked.fn": ("a function", "a module"), "error_if.message": ("a str",)},
+    **{"linear_transpose.fn": ("a function", "a module")},
     **{"cond.pred": ("True",), "cond.false": ("a function", "a module")},
     **dict.fromkeys(
         ("eval_shape.fn", "value_and_grad.fn", "debug.callback.fn", "io_callback.fn",
@@ -425,6 +429,8 @@ TOLD_BY_OTHERS = {
     ("repeat.stacked", "a tensor"), ("repeat.x", "a tensor"), ("scan.body", "a function"),
     ("scan.body", "a module"), ("fori_loop.body", "a function"), ("fori_loop.body", "a module"),
     ("cond.true", "a function"), ("cond.true", "a module"),
+    ("linearize.fn", "a function"), ("linearize.fn", "a module"), ("error_if.pred", "True"),
+    ("closure_convert.fn", "a function"), ("closure_convert.fn", "a module"),
     ("associative_scan.f", "a function"), ("associative_scan.f", "a module"),
 }  # fmt: skip
 

@@ -12,7 +12,9 @@ from effort import cases, examples
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from same_bits import assert_same_bits, assert_same_memory
+from torch.func import grad
 
+from torchard import checkpoint, fuse, jit, shard
 from torchard.functional.core import tree
 from torchard.sharding import Mesh
 from torchard.testing import check_pure
@@ -125,3 +127,33 @@ def test_failures_in_different_lines_of_a_program_are_of_one_kind() -> None:
     assert any(
         re.match(r"random_program\.py:\d+ in f: v\d+ = ", n) for n in failure.value.__notes__
     )
+
+
+def test_loops_and_branches_are_drawn_and_stay_right() -> None:
+    """Every kind occurs, and programs equal themselves under transforms, in value and gradient."""
+    kinds = {"cond", "scan", "fori_loop", "while_loop", "associative_scan"}
+    seen = set[str]()
+    for seed in range(examples(ci=12, explore=300)):
+        program = random_program(seed, steps=4, control_flow=True)
+        seen |= {kind for kind in kinds if f"{kind}(" in program.source}
+        assert_is_its_text(program)
+        floats = tuple(i for i, x in enumerate(program.inputs) if x.is_floating_point())
+
+        def loss(*inputs: Any, program: RandomProgram = program) -> torch.Tensor:
+            return sum((y.sin().sum() for y in tree.leaves(program(*inputs))), torch.zeros(()))
+
+        for transform in _TRANSFORMS:
+            pairs = [(transform(program), program)]
+            if floats:
+                pairs.append((transform(grad(loss, floats)), grad(loss, floats)))
+            for have, want in pairs:
+                for x, y in zip(
+                    tree.leaves(tree.whole(have(*program.inputs))),
+                    tree.leaves(want(*program.inputs)),
+                    strict=True,
+                ):
+                    torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert seen == kinds
+
+
+_TRANSFORMS = (lambda f: jit(f, backend="eager"), lambda f: shard(f, MESH), checkpoint, fuse)

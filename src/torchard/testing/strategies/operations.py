@@ -13,11 +13,11 @@ import torch
 from torchard.sharding.testing import random_spec
 from torchard.testing.strategies.pool import IDS, Pool
 
-__all__ = ["OPERATIONS"]
+__all__ = ["OPERATIONS", "UNARY", "Operation"]
 
 Operation = Callable[[Pool], str | None]
 
-_UNARY = (
+UNARY = (
     *("-{x}", "torch.abs({x})", "torch.relu({x})", "torch.square({x})", "{x} + 1", "{x} / 2"),
     *("torch.tanh({x})", "torch.sin({x})", "torch.sigmoid({x})", "nn.gelu({x})", "nn.silu({x})"),
     *("F.softplus({x})", "F.elu({x})", "F.leaky_relu({x})", "{x}.clamp(-0.5, 0.5)"),
@@ -47,7 +47,7 @@ _ALONG = (
 
 def _unary(pool: Pool) -> str | None:
     x = pool.any()
-    return x and pool.choice(_UNARY).format(x=x, dtype=pool.dtype)
+    return x and pool.choice(UNARY).format(x=x, dtype=pool.dtype)
 
 
 def _binary(pool: Pool) -> str | None:

@@ -9,9 +9,10 @@ from random import Random
 import torch
 
 from torchard.sharding import Mesh
+from torchard.testing.strategies.control import CONTROL
 from torchard.testing.strategies.operations import OPERATIONS
 from torchard.testing.strategies.pool import IDS, Pool
-from torchard.testing.strategies.random_program import NAMES, RandomProgram
+from torchard.testing.strategies.random_program import NAMES, OURS, RandomProgram
 from torchard.testing.strategies.source import tensor_source
 
 __all__ = ["ProgramBuilder"]
@@ -24,12 +25,16 @@ class ProgramBuilder:
         rng: makes all choices.
         dtype: the dtype of floating inputs.
         mesh: the mesh for which values may be constrained, or None.
+        control_flow: whether steps may be loops and branches.
     """
 
     _TRIES = 4
 
-    def __init__(self, rng: Random, dtype: torch.dtype, mesh: Mesh | None) -> None:
+    def __init__(
+        self, rng: Random, dtype: torch.dtype, mesh: Mesh | None, control_flow: bool = False
+    ) -> None:
         self.pool = Pool(rng, dtype, mesh)
+        self.operations = (*OPERATIONS, *(4 * CONTROL if control_flow else ()))
         self.lines: dict[str, str] = {}
         self.input_sources = _inputs(self.pool)
         for name, text in self.input_sources.items():
@@ -39,7 +44,7 @@ class ProgramBuilder:
     def step(self) -> None:
         """Add an operation, if one of a few tries fits and gives numbers of moderate size."""
         for _ in range(self._TRIES):
-            line = self.pool.choice(OPERATIONS)(self.pool)
+            line = self.pool.choice(self.operations)(self.pool)
             value = None if line is None else self._value_of(line)
             if line is not None and value is not None:
                 name = f"v{len(self.pool.values)}"
@@ -82,7 +87,7 @@ def _imports(*texts: str) -> str:
     lines = ["import torch"]
     if "F" in used:
         lines.append("import torch.nn.functional as F")
-    ours = sorted({"P", "constrain", "nn", "random"} & used)
+    ours = sorted(set(OURS) & used)
     if ours:
         lines.append(f"from torchard import {', '.join(ours)}")
     return "\n".join(lines)

@@ -17,7 +17,11 @@ __all__ = ["programs", "random_program"]
 
 @checked
 def programs(
-    *, max_steps: int = 8, dtype: torch.dtype = torch.float64, mesh: Mesh | None = None
+    *,
+    max_steps: int = 8,
+    dtype: torch.dtype = torch.float64,
+    mesh: Mesh | None = None,
+    control_flow: bool = False,
 ) -> st.SearchStrategy[RandomProgram]:
     """A hypothesis strategy of pure functions with inputs, whose operations are typical of models.
 
@@ -29,6 +33,8 @@ def programs(
         max_steps: the maximum number of operations of a program.
         dtype: the dtype of the program's floating inputs.
         mesh: if given, steps may also be `torchard.constrain` on this mesh.
+        control_flow: whether steps may also be `scan`, `fori_loop`, `while_loop`, `cond` and
+            `associative_scan`.
 
     Returns:
         A strategy of `RandomProgram`. Shrinking can remove any step and inputs that nothing uses, and
@@ -50,15 +56,15 @@ def programs(
         torch.tensor(..., dtype=torch.float64),
     )
     """
-    return _programs(max_steps, dtype, mesh)
+    return _programs(max_steps, dtype, mesh, control_flow)
 
 
 @st.composite
 def _programs(
-    draw: st.DrawFn, max_steps: int, dtype: torch.dtype, mesh: Mesh | None
+    draw: st.DrawFn, max_steps: int, dtype: torch.dtype, mesh: Mesh | None, control_flow: bool
 ) -> RandomProgram:
     rng: Random = draw(st.randoms(use_true_random=False))
-    builder = ProgramBuilder(rng, dtype, mesh)
+    builder = ProgramBuilder(rng, dtype, mesh, control_flow)
     # Each step is an element of a list of hypothesis's, so that it can be deleted as one.
     draw(st.lists(st.builds(builder.step), min_size=1, max_size=max_steps))
     return builder.program()
@@ -66,7 +72,12 @@ def _programs(
 
 @checked
 def random_program(
-    seed: int, *, steps: int = 4, dtype: torch.dtype = torch.float64, mesh: Mesh | None = None
+    seed: int,
+    *,
+    steps: int = 4,
+    dtype: torch.dtype = torch.float64,
+    mesh: Mesh | None = None,
+    control_flow: bool = False,
 ) -> RandomProgram:
     """Draw one of `programs` without hypothesis.
 
@@ -75,6 +86,7 @@ def random_program(
         steps: the number of operations; there are fewer if some do not fit.
         dtype: the dtype of the program's floating inputs.
         mesh: the mesh for which values may be constrained; None for no constraints.
+        control_flow: whether steps may also be loops and branches.
 
     Returns:
         A `RandomProgram`.
@@ -84,7 +96,7 @@ def random_program(
     >>> program(*program.inputs).shape
     torch.Size([5, 5])
     """
-    builder = ProgramBuilder(Random(seed), dtype, mesh)
+    builder = ProgramBuilder(Random(seed), dtype, mesh, control_flow)
     for _ in range(steps):
         builder.step()
     return builder.program()

@@ -11,13 +11,18 @@ from hypothesis.vendor.pretty import RepresentationPrinter
 
 import torchard
 
-__all__ = ["NAMES", "RandomProgram"]
+__all__ = ["NAMES", "OURS", "RandomProgram"]
 
+# What the text of a program may import from torchard.
+OURS = (
+    *("P", "associative_scan", "cond", "constrain", "fori_loop", "nn", "random", "scan"),
+    "while_loop",
+)
 # The names in which a program's text is evaluated; the text's imports define the same names.
 NAMES: dict[str, Any] = {
     "torch": torch,
     "F": torch.nn.functional,
-    **{name: getattr(torchard, name) for name in ("P", "constrain", "nn", "random")},
+    **{name: getattr(torchard, name) for name in OURS},
 }
 _FILE = "random_program.py"
 
