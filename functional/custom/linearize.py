@@ -35,7 +35,8 @@ def linearize(fn: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[...,
         tangent of the result: None for results that are not floating. Tangents of integers are not read.
 
     Raises:
-        DerivativeError: no argument, or no result, has a floating tensor.
+        DerivativeError: no argument, or no result, has a floating tensor; or another number of tangents
+            is given.
 
     Source: ``jax.linearize``. `torch.func.linearize` has no derivative: its gradient is zero.
 
@@ -45,13 +46,9 @@ def linearize(fn: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[...,
     (tensor(0.), tensor(2.), tensor(3.))
     """
     leaves, structure = tree.flatten(primals)
-    of_floats, at = _of_floats(fn, leaves, structure)
-    if not at:
-        raise _without("argument")
+    of_floats, at = _of_floats("linearize", fn, leaves, structure)
     primal: Any = torch.func.vjp(of_floats, *(leaves[i] for i in at), has_aux=True)
     outs, pull, out = primal
-    if not outs:
-        raise _without("result")
     push = torch.func.vjp(pull, tuple(map(torch.zeros_like, outs)))[1]
 
     def derivative(*tangents: Any) -> Any:
@@ -67,23 +64,23 @@ def linearize(fn: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[...,
     return out[0], derivative
 
 
-def _without(what: str) -> DerivativeError:
-    return DerivativeError(f"linearize: no {what} has a floating tensor, so there is no derivative.")
-
-
 def _of_floats(
-    fn: Callable[..., Any], leaves: Sequence[Any], structure: Any
+    who: str, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any
 ) -> tuple[Callable[..., Any], list[int]]:
     """fn of its floating leaves, as it gives its floating results and, besides, all of them."""
     at = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
+    if not at:
+        raise DerivativeError(f"{who}: no argument has a floating tensor, so there is no derivative.")
 
-    def run(*floats: torch.Tensor) -> Any:
+    def run(*primals: torch.Tensor) -> Any:
         given = [*leaves]
-        for i, x in zip(at, floats, strict=True):
+        for i, x in zip(at, primals, strict=True):
             given[i] = x
         out = fn(*tree.unflatten(structure, given))
-        # torch takes care of tensors in lists
-        return tuple(filter(is_inexact, tree.leaves(out))), [out]
+        floats = tuple(filter(is_inexact, tree.leaves(out)))
+        if not floats:
+            raise DerivativeError(f"{who}: no result has a floating tensor, so there is no derivative.")
+        return floats, [out]
 
     return run, at
 
@@ -111,7 +108,7 @@ def linear_transpose(fn: Callable[..., Any], *primals: Any) -> Callable[..., Any
 
     def transposed(cotangent: Any) -> Any:
         leaves, structure = tree.flatten(zeros)
-        of_floats, at = _of_floats(fn, leaves, structure)
+        of_floats, at = _of_floats("linear_transpose", fn, leaves, structure)
         pull: Any = torch.func.vjp(of_floats, *(leaves[i] for i in at), has_aux=True)[1]
         found = dict(zip(at, pull(tuple(filter(is_inexact, tree.leaves(cotangent)))), strict=True))
         return tree.unflatten(structure, [found.get(i) for i in range(len(leaves))])
