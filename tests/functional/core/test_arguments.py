@@ -429,7 +429,8 @@ TOLD_BY_OTHERS = {
     ("repeat.stacked", "a tensor"), ("repeat.x", "a tensor"), ("scan.body", "a function"),
     ("scan.body", "a module"), ("fori_loop.body", "a function"), ("fori_loop.body", "a module"),
     ("cond.true", "a function"), ("cond.true", "a module"),
-    ("linearize.fn", "a function"), ("linearize.fn", "a module"), ("error_if.pred", "True"), ("error_if.pred", "a tensor"),
+    ("linearize.fn", "a function"), ("linearize.fn", "a module"), ("error_if.pred", "True"),
+    ("error_if.pred", "a tensor"),
     ("closure_convert.fn", "a function"), ("closure_convert.fn", "a module"),
     ("associative_scan.f", "a function"), ("associative_scan.f", "a module"),
 }  # fmt: skip
