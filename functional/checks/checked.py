@@ -13,7 +13,7 @@ from torchard.functional.loops.call import in_bodies
 from torchard.functional.programs.program import Pass, Program, Rewrite, Stage
 from torchard.functional.programs.tags import CHECKS, Checks
 
-__all__ = ["Checked", "checked"]
+__all__ = ["Check", "checked"]
 
 
 @arguments_checked
@@ -54,11 +54,11 @@ def checked(
     torchard.CheckError: <doctest checked[1]>:3 in f: aten.log returned NaN at [0], 1 of 2 values, of
         finite operands (score forward)
     """
-    return Transformed(fn, [Checked(Checks(nan, inf, index))])
+    return Transformed(fn, [Check(Checks(nan, inf, index))])
 
 
 @dataclass(frozen=True)
-class Checked(Rewrite):
+class Check(Rewrite):
     """The rewrite of `checked`: tags operations."""
 
     checks: Checks
