@@ -39,6 +39,17 @@ def test_slapo_mlp(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(re.findall(r"^\S+\(.*\) +\d\.\de-\d\d$", text, re.M)) == 4
 
 
+def test_recurrent(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its gradient is completed once, whatever the number of steps; each loss is printed where it ran."""
+    trained = load("recurrent").main(ranks=2, steps=10)
+    text = capsys.readouterr().out
+    assert "1 collective" in text
+    shown = re.findall(r"step (\d): loss ([\d.]+)", text)
+    assert [i for i, _ in shown] == ["0", "5"] * 2 and shown[:2] == shown[2:]
+    for name, want in trained["alone"].items():
+        torch.testing.assert_close(trained["mesh"][name].full(), want, rtol=1e-5, atol=1e-6)
+
+
 def test_sequence_parallel(load: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     load("sequence_parallel").main(steps=3, out=tmp_path)
     assert "5 collectives" in capsys.readouterr().out

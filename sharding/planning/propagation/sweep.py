@@ -311,7 +311,8 @@ class Sweep:
             entered = sent(self._read(first), layout, self.sizes)
             return lost, entered + moved * self.start.facts.of(node).size
 
-        return sorted(dict.fromkeys([home, *([handed] if handed else []), *wanted]), key=key)
+        # Readers want what the last sweep gave them: of equals, what iterations hand on is first.
+        return sorted(dict.fromkeys([*([handed] if handed else []), home, *wanted]), key=key)
 
     def _brought_back(
         self, node: fx.Node, call: Call, homes: Sequence[Layout]

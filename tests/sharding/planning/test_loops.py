@@ -28,9 +28,11 @@ from torchard import (
     policies,
     random,
     repeat,
+    scan,
     scope,
     shard,
     stack,
+    value_and_grad,
 )
 from torchard.functional.programs.loops import issued_ahead, regrouped
 from torchard.functional.programs.markers import again
@@ -246,3 +248,25 @@ def test_carries_that_only_the_next_iteration_reads() -> None:
     for specs in ((P(), P("tp")), (P(None, None, "tp"), P())):
         run = shard(grad(loss), mesh, specs, P(), machine=machines.h100())
         torch.testing.assert_close(run(layers, x), grad(loss)(layers, x))
+
+
+@pytest.mark.parametrize("first", ["zeros", "zeros like x", "first row"])
+def test_what_follows_a_recurrence_is_split_as_its_carry(first: str) -> None:
+    """Also if the carry begins as a constant: the value and gradient of a mean are one all_reduce."""
+    mesh = Mesh({"dp": 4}, virtual=True)
+    p = {"in": torch.randn(16, 16), "state": torch.randn(16, 16)}
+
+    def loss(p: dict[str, torch.Tensor], xs: torch.Tensor) -> torch.Tensor:
+        begin = {
+            "zeros": xs.new_zeros(8, 16),
+            "zeros like x": torch.zeros_like(xs[:, 0]),
+            "first row": xs[:, 0],
+        }[first]
+        last, _ = scan(
+            lambda s, x: (torch.tanh(x @ p["in"] + s @ p["state"]), None), begin, xs.movedim(1, 0)
+        )
+        return (last - 0.5).square().mean()
+
+    run = shard(value_and_grad(loss), mesh, in_specs=(P(), P("dp")))
+    rows = run.lower(p, torch.randn(8, 12, 16)).collectives
+    assert [(row.kind, tuple(row.shape)) for row in rows] == [("all_reduce", (2 * 16 * 16 + 1,))]
