@@ -13,7 +13,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.effects.in_place import WRITTEN_VIEWS
 from torchard.functional.execution.choices import outlined
-from torchard.functional.execution.collecting import Rows, Total, copied, row_of, taken
+from torchard.functional.execution.collecting import Rows, Total, copied, taken
 from torchard.functional.execution.donated import Owned
 from torchard.functional.execution.failures import Examined, failed, indices_of
 from torchard.functional.execution.instructions import (
@@ -48,7 +48,7 @@ __all__ = ["Line", "assembled", "compiled", "text_of"]
 
 _LITERALS = (bool, int, str, type(None))
 # The names to which the text of instructions refers.
-_COLLECTING = {"copied": copied, "Rows": Rows, "Total": Total, "row_of": row_of, "taken": taken}
+_COLLECTING = {"copied": copied, "Rows": Rows, "Total": Total, "taken": taken}
 
 
 class Line(NamedTuple):
@@ -254,8 +254,7 @@ def _texts(instruction: Instruction, names: dict[str, Any]) -> Iterator[str]:
             yield f"{slot} = {_argument(list(values), slots, names)}"
         case Read(_, slot, source, index, how):
             at = "i" if index is None else index
-            calls = {"row": f"row_of({source}, {at})", "out": f"taken({source}, {at})"}
-            yield f"{slot} = {calls.get(how, f'{source}[{at}]')}"
+            yield f"{slot} = taken({source}, {at})" if how == "out" else f"{slot} = {source}[{at}]"
         case New(slot, kind, count):
             empty = {"list": f"[None] * {count}", "rows": f"Rows({count})", "total": "Total()"}
             yield f"{slot} = {empty[kind]}"

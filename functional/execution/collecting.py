@@ -6,7 +6,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 
-__all__ = ["Rows", "Total", "copied", "new_buffer", "row_of", "taken"]
+__all__ = ["Rows", "Total", "copied", "new_buffer", "taken"]
 
 
 def new_buffer(value: torch.Tensor, count: int) -> torch.Tensor:
@@ -89,11 +89,6 @@ def taken(values: list[torch.Tensor | None], i: int) -> torch.Tensor:
     value, values[i] = values[i], None
     assert value is not None  # it is taken once
     return value
-
-
-def row_of(stacked: torch.Tensor, i: int) -> torch.Tensor:
-    """A row of stacked values."""
-    return stacked[i]
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ A loop over layers' stacked weights, printed::
     v2 = v1                        Assign    the carry enters
     kv5 = [None] * 4               New       a value that the backward reads, of each iteration
     for i in range(0, 4, 1):       For
-        v4 = row_of(v0, i)         Read      the layer's weights
+        v4 = v0[i]                 Read      the layer's weights
         v5 = f(v2, v4)             Compute
         del v4                     Drop
         kv5[i] = v5                Put
