@@ -32,10 +32,11 @@ from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.donated import donated_parts, own
 from torchard.functional.execution.failures import checks_in, compiled_failed, wrong
 from torchard.functional.memory.planned import Planned, PlannedHalves
+from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.program import Bound, Pass, Program, Rewrite, Stage
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
-from torchard.functional.programs.tags import HALVES, Checks
+from torchard.functional.programs.tags import CHECKS, HALVES, Checks
 from torchard.functional.programs.views import is_dense
 from torchard.functional.remat.barrier import insert_barriers, keep_compared
 from torchard.functional.remat.split import Split
@@ -282,6 +283,8 @@ class _Compiled(Compiling):
         self.module = module
         self.generated = generated
         self.checks = checks_in(module.graph)
+        # By result, what is looked for in it: nothing in an input, or in what is not checked.
+        self.own = [CHECKS.get(node) for node in output_values(module.graph)]
         self.backend = backend
         self.name = self.__name__ = progress.name
         self.progress = progress
@@ -318,14 +321,15 @@ class _Compiled(Compiling):
     def _checked(
         self, run: Callable[..., Any], inputs: list[torch.Tensor], checks: Checks
     ) -> list[torch.Tensor]:
-        """The results, which are looked at; if one is wrong, the operations run one by one."""
+        """The results; if one is wrong, the operations run one by one, and are looked at."""
         results = list(run(list(inputs)))
         if any(wrong(x, checks) for x in results):
-            self.generated(tuple(inputs))  # raises an error at the operation
-            raise CheckError(
-                f"what {self.backend} compiled of {self.name} returned wrong values that its operations, "
-                "one by one, do not"
-            )
+            self.generated(tuple(inputs))  # raises an error at a checked operation
+            if any(own is not None and wrong(x, own) for x, own in zip(results, self.own, strict=True)):
+                raise CheckError(
+                    f"what {self.backend} compiled of {self.name} returned wrong values that its "
+                    "operations, one by one, do not"
+                )
         return results
 
     def prepare(self, parts: Sequence[torch.Tensor]) -> None:

@@ -77,5 +77,5 @@ class Check(Rewrite):
     def _tagged(self, program: Program, outer: tuple[Frame, ...]) -> Program:
         program = program.copy()
         for node in program.calls:
-            CHECKS.set(node, self.checks)
+            CHECKS.set(node, self.checks.and_those(CHECKS.get(node)))
         return program

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from string import Formatter
 from typing import Any
 
 import torch
@@ -31,6 +33,9 @@ def error_if(pred: bool | torch.Tensor, message: str, **values: Any) -> None:
     Returns:
         None.
 
+    Raises:
+        ValueError: the message is no format string of the values.
+
     Raises (when it is computed):
         CheckError: the condition is true; names the line, the scope with its iteration, and the rank.
 
@@ -52,11 +57,39 @@ def error_if(pred: bool | torch.Tensor, message: str, **values: Any) -> None:
     """
 
     line = source.of_here() or ""
+    _check_names(message, values)
 
     def look(wrong: bool | torch.Tensor, values: dict[str, Any]) -> None:
         if wrong:
-            raise CheckError(message.format(**values), line)
+            raise CheckError(_formatted(message, values), line)
 
     # So that ranks exchange one value of the condition.
     wrong = pred.any() if isinstance(pred, torch.Tensor) else pred
     called_for_effect("error_if", look, (wrong, values), everywhere=True)
+
+
+def _check_names(message: str, values: dict[str, Any]) -> None:
+    """Check when it is called that a message can be formatted, which happens when it is raised.
+
+    Raises:
+        ValueError: it is no format string, or shows a value that is not given.
+    """
+    try:
+        fields = [field for _, field, _, _ in Formatter().parse(message) if field is not None]
+    except ValueError as error:
+        raise ValueError(f"error_if: message is {message!r}: {error}; write braces twice.") from None
+    for field in fields:
+        name = re.split(r"[.\[]", field)[0]
+        if name not in values:
+            given = ", ".join(values) or "none"
+            raise ValueError(
+                f"error_if: message is {message!r} and shows {name!r}, which is not among the values "
+                f"({given}); write braces twice that are not of a field."
+            )
+
+
+def _formatted(message: str, values: dict[str, Any]) -> str:
+    try:
+        return message.format(**values)
+    except (TypeError, ValueError):  # a format for numbers, and a tensor of several
+        return f"{message} ({', '.join(f'{name} is {value}' for name, value in values.items())})"

@@ -180,7 +180,8 @@ def _key(nodes: Sequence[fx.Node]) -> Hashable:
     """A region's computation: operations on numbered values, and the values that are used outside."""
     inputs = _inputs(nodes)
     numbers = {node: i for i, node in enumerate((*inputs, *nodes))}
-    return (*computation(nodes, inputs), *(numbers[node] for node in _outputs(nodes)))
+    checks = tuple(map(CHECKS.get, nodes))
+    return (*computation(nodes, inputs), *(numbers[node] for node in _outputs(nodes)), checks)
 
 
 def _extracted(nodes: Sequence[fx.Node]) -> fx.Graph:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import checked
-from torchard.functional.core.errors import LoopError
+from torchard.functional.core.errors import LoopError, PurityError
 from torchard.functional.core.placed import is_placed
 from torchard.functional.programs.program import Rewrite
 from torchard.functional.tracing.trace_state import active, splitting
@@ -96,7 +96,13 @@ def _of_leaves(
     """f as a function of leaves, of which it is checked that it returns leaves like them."""
 
     def run(a: Values, b: Values) -> Values:
+        versions = [x._version for x in (*a, *b)]
         result = f(tree.unflatten(structure, a), tree.unflatten(structure, b))
+        if versions != [x._version for x in (*a, *b)]:
+            raise PurityError(
+                f"{source.begins_here()}associative_scan: f writes to its arguments, which are parts of "
+                "the sequence: return a new value."
+            )
         leaves, returned = tree.flatten(result)
         if returned != structure:
             raise LoopError(
@@ -125,6 +131,18 @@ def _splitting() -> Rewrite | None:
     """The rewrite that may split the dim; within shard_map, values are those of a rank."""
     state = active()
     return splitting() if state is not None and state.align_operands is list else None
+
+
+class Before(NamedTuple):
+    """What comes before each block; before the first one comes nothing, and any value stands for it.
+
+    Attributes:
+        values: one for each block, at the dim of the sequence.
+        pair: what is combined of two blocks in any case, each with one element at that dim.
+    """
+
+    values: Values
+    pair: tuple[Values, Values]
 
 
 @dataclass(frozen=True)
@@ -188,11 +206,8 @@ class _Scan:
     def _joined(self, blocks: Values) -> Values:
         return [y.flatten(self.dim, self.dim + 1) for y in self._turned(blocks)]
 
-    def _blocks(self, xs: Values, sizes: tuple[int, ...]) -> tuple[Values, Values | None]:
-        """The scan of blocks, and what comes before each block: None if there is but one.
-
-        What comes before the first block is nothing: any value stands for it.
-        """
+    def _blocks(self, xs: Values, sizes: tuple[int, ...]) -> tuple[Values, Before | None]:
+        """The scan of blocks, and what comes before each block: None if there is but one."""
         count, each = xs[0].shape[self.dim : self.dim + 2]
         if each == 1:
             before = self._before([x.squeeze(self.dim + 1) for x in xs], sizes) if count > 1 else None
@@ -216,7 +231,7 @@ class _Scan:
         ]
         return (self._beside(made, [self._cut(z, half, 1) for z in ends]) if each % 2 else made), before
 
-    def _before(self, totals: Values, sizes: tuple[int, ...]) -> Values:
+    def _before(self, totals: Values, sizes: tuple[int, ...]) -> Before:
         """What comes before each block, of the totals of blocks."""
         dim, outer = self.dim, sizes[:-1]
         count = math.prod(outer)
@@ -224,27 +239,35 @@ class _Scan:
             totals = [self.rewrite.whole(x, dim) for x in totals]
         grouped = self._turned([x.unflatten(dim, (count, x.shape[dim] // count)) for x in totals])
         ends, begins = self._blocks(grouped, outer)
-        begins = grouped if begins is None else [x.unsqueeze(dim + 1) for x in begins]
-        firsts = [self._cut(x, 0, 1) for x in begins]
-        return self._joined(
+        if begins is None:
+            a, b = ([self._cut(x, i, 1).squeeze(dim).detach() for x in grouped] for i in (0, 1))
+            begins = Before([self._cut(x, 0, 1).squeeze(dim + 1) for x in grouped], (a, b))
+        firsts = [x.unsqueeze(dim + 1) for x in begins.values]
+        values = self._joined(
             self._beside(firsts, [self._cut(y, 0, y.shape[dim + 1] - 1) for y in ends])
         )
+        return Before(values, begins.pair)
 
-    def _begun(self, before: Values | None, xs: Values) -> Values:
+    def _begun(self, before: Before | None, xs: Values) -> Values:
         """The first element of each block, combined with what comes before the block.
 
-        The first block has nothing before it. What is computed for it is neither read nor differentiated:
+        The first block has nothing before it: a pair of blocks that are combined anyhow stands in for it,
+        so that f is given none that it need not know. The result is neither read nor differentiated:
         where f has no finite derivative, a cotangent of zero would be NaN.
         """
         if before is None:
             return xs
-        count = xs[0].shape[self.dim]
+        count, dim = xs[0].shape[self.dim], self.dim
         at = torch.arange(count, device=xs[0].device) == (count - 1 if self.reverse else 0)
-        firsts = [at.reshape(count, *(1 for _ in x.shape[self.dim + 1 :])) for x in xs]
-        anything = [x.detach() for x in xs]
+        firsts = [at.reshape(count, *(1 for _ in x.shape[dim + 1 :])) for x in xs]
         a, b = (
-            [torch.where(*each) for each in zip(firsts, anything, of, strict=True)]
-            for of in ([y.unsqueeze(self.dim + 1) for y in before], xs)
+            [
+                torch.where(first, stand_in.unsqueeze(dim), x)
+                for first, stand_in, x in zip(firsts, stand_ins, values, strict=True)
+            ]
+            for stand_ins, values in zip(
+                before.pair, ([y.unsqueeze(dim + 1) for y in before.values], xs), strict=True
+            )
         )
         made = self._combined(a, b)
         return [torch.where(*each) for each in zip(firsts, xs, made, strict=True)]

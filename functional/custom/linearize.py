@@ -11,10 +11,18 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import DerivativeError
 from torchard.functional.core.tensor_spec import is_inexact
-from torchard.functional.engine.transformed import Transformed
-from torchard.functional.execution.codegen import compiled
-from torchard.functional.tracing.signature import ShapeDtype, paths_of, read
+from torchard.functional.custom.ruled import said
+from torchard.functional.engine.autograd_functions import call
+from torchard.functional.engine.cache_entry import CacheEntry
+from torchard.functional.tracing.signature import (
+    Arguments,
+    ShapeDtype,
+    paths_of,
+    read,
+    specs_of_arguments,
+)
 from torchard.functional.tracing.trace_call import trace_call
+from torchard.functional.tracing.trace_state import active, called
 
 __all__ = ["closure_convert", "linear_transpose", "linearize"]
 
@@ -24,7 +32,8 @@ def linearize(fn: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[...,
     """The result of a function, and its derivative there: a linear function of tangents.
 
     The function runs once, however often its derivative is applied: tangents are pushed forward through
-    the transpose of its pullback. Both can be differentiated, and called in transformed functions.
+    the transpose of its pullback. Both can be differentiated. In a transformed function both are called;
+    in the body of a loop, or a branch, write ``torch.func.jvp(fn, primals, tangents)[1]``.
 
     Args:
         fn: a function of pytrees.
@@ -35,8 +44,8 @@ def linearize(fn: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[...,
         tangent of the result: None for results that are not floating. Tangents of integers are not read.
 
     Raises:
-        DerivativeError: no argument, or no result, has a floating tensor; or another number of tangents
-            is given.
+        DerivativeError: no argument, or no result, has a floating tensor; or tangents are not like the
+            primals, in structure, shapes and dtypes.
 
     Source: ``jax.linearize``. `torch.func.linearize` has no derivative: its gradient is zero.
 
@@ -45,44 +54,104 @@ def linearize(fn: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[...,
     >>> y, push(torch.tensor(2.0)), push(torch.tensor(3.0))
     (tensor(0.), tensor(2.), tensor(3.))
     """
-    leaves, structure = tree.flatten(primals)
-    of_floats, at = _of_floats("linearize", fn, leaves, structure)
-    primal: Any = torch.func.vjp(of_floats, *(leaves[i] for i in at), has_aux=True)
-    outs, pull, out = primal
-    push = torch.func.vjp(pull, tuple(map(torch.zeros_like, outs)))[1]
+    given = _Floats("linearize", fn, primals)
+    found: Any = torch.func.vjp(given, *given.values, has_aux=True)
+    floats, pull, tensors = found
+    push = torch.func.vjp(pull, tuple(map(torch.zeros_like, floats)))[1]
 
     def derivative(*tangents: Any) -> Any:
-        given = tree.leaves(tangents)
-        if len(given) != len(leaves):
-            raise DerivativeError(
-                f"linearize: {len(given)} tangents were given, of {len(leaves)} leaves of the primals."
-            )
-        (made,) = push(tuple(given[i] for i in at))
-        found = iter(made)
-        return tree.map(lambda x: next(found) if is_inexact(x) else None, out[0])
+        (made,) = push(tuple(given.like(tangents, given.primals, given.structure, "tangents")))
+        return given.result(made, lambda leaf: None)
 
-    return out[0], derivative
+    kept = iter(tensors)
+    return given.result(
+        floats, lambda leaf: next(kept) if isinstance(leaf, _Kept) else leaf
+    ), derivative
 
 
-def _of_floats(
-    who: str, fn: Callable[..., Any], leaves: Sequence[Any], structure: Any
-) -> tuple[Callable[..., Any], list[int]]:
-    """fn of its floating leaves, as it gives its floating results and, besides, all of them."""
-    at = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
-    if not at:
-        raise DerivativeError(f"{who}: no argument has a floating tensor, so there is no derivative.")
+class _Kept:
+    """Where a tensor that is not floating is in a result."""
 
-    def run(*primals: torch.Tensor) -> Any:
-        given = [*leaves]
-        for i, x in zip(at, primals, strict=True):
-            given[i] = x
-        out = fn(*tree.unflatten(structure, given))
-        floats = tuple(filter(is_inexact, tree.leaves(out)))
-        if not floats:
-            raise DerivativeError(f"{who}: no result has a floating tensor, so there is no derivative.")
-        return floats, [out]
 
-    return run, at
+class _Floats:
+    """A function of the floating leaves of its arguments, which returns the floating ones of its result.
+
+    Args:
+        who: the public function.
+        fn: the function.
+        args: its arguments.
+
+    Attributes:
+        values: the floating leaves.
+        returned: once it has run, the leaves of the result, those that are not floating as they are, but
+            for tensors.
+    """
+
+    def __init__(self, who: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.who, self.fn = who, fn
+        self.primals, self.structure = tree.flatten(args)
+        self.at = [i for i, leaf in enumerate(self.primals) if is_inexact(leaf)]
+        self.values = [self.primals[i] for i in self.at]
+        if not self.at:
+            raise self._without("argument")
+        self.returned: list[Any] = []
+        self.out: Any = None
+
+    def __call__(
+        self, *floats: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+        leaves = [*self.primals]
+        for i, x in zip(self.at, floats, strict=True):
+            leaves[i] = x
+        made, self.out = tree.flatten(self.fn(*tree.unflatten(self.structure, leaves)))
+        found = tuple(x for x in made if is_inexact(x))
+        if not found:
+            raise self._without("result")
+        # Specs alone outlive the call.
+        self.returned = [
+            ShapeDtype(tuple(x.shape), x.dtype, str(x.device))
+            if is_inexact(x)
+            else _Kept()
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in made
+        ]
+        return found, [x for x in made if isinstance(x, torch.Tensor) and not is_inexact(x)]
+
+    def result(self, floats: Sequence[torch.Tensor], other: Callable[[Any], Any]) -> Any:
+        """A tree like the result, with these floating leaves, and others made of what was returned."""
+        rest = iter(floats)
+        leaves = [next(rest) if isinstance(x, ShapeDtype) else other(x) for x in self.returned]
+        return tree.unflatten(self.out, leaves)
+
+    def like(
+        self, given: Any, leaves: Sequence[Any], structure: Any, what: str
+    ) -> list[torch.Tensor]:
+        """The floating leaves of a tree, which must be like another one's.
+
+        Raises:
+            DerivativeError: its structure differs, or a leaf's shape or dtype.
+        """
+        found, own = tree.flatten(given)
+        if own != structure:
+            raise DerivativeError(f"{self.who}: {what} are {own}, and must be {structure}.")
+        floats = []
+        for path, x, leaf in zip(tree.paths(given, what), found, leaves, strict=True):
+            if not (is_inexact(leaf) or isinstance(leaf, ShapeDtype)):
+                continue
+            kind = getattr(x, "shape", None), getattr(x, "dtype", None)
+            if kind != (torch.Size(leaf.shape), leaf.dtype):
+                raise DerivativeError(
+                    f"{self.who}: {path} is {said(x)}, and must be {leaf.dtype} of shape "
+                    f"{list(leaf.shape)}."
+                )
+            floats.append(x)
+        return floats
+
+    def _without(self, what: str) -> DerivativeError:
+        return DerivativeError(
+            f"{self.who}: no {what} has a floating tensor, so there is no derivative."
+        )
 
 
 @checked
@@ -91,7 +160,7 @@ def linear_transpose(fn: Callable[..., Any], *primals: Any) -> Callable[..., Any
 
     Args:
         fn: a linear function of pytrees of floating tensors.
-        primals: its arguments, or `ShapeDtype` like them: their values are not read.
+        primals: its arguments, or `ShapeDtype` like them: values of floating tensors are not read.
 
     Returns:
         A function of a cotangent, a tree like the result of ``fn``, that returns a tuple with a tree like
@@ -107,11 +176,11 @@ def linear_transpose(fn: Callable[..., Any], *primals: Any) -> Callable[..., Any
     zeros = tree.map(_zeros, primals)
 
     def transposed(cotangent: Any) -> Any:
-        leaves, structure = tree.flatten(zeros)
-        of_floats, at = _of_floats("linear_transpose", fn, leaves, structure)
-        pull: Any = torch.func.vjp(of_floats, *(leaves[i] for i in at), has_aux=True)[1]
-        found = dict(zip(at, pull(tuple(filter(is_inexact, tree.leaves(cotangent)))), strict=True))
-        return tree.unflatten(structure, [found.get(i) for i in range(len(leaves))])
+        given = _Floats("linear_transpose", fn, zeros)
+        pull: Any = torch.func.vjp(given, *given.values, has_aux=True)[1]
+        floats = given.like(cotangent, given.returned, given.out, "the cotangent")
+        found = dict(zip(given.at, pull(tuple(floats)), strict=True))
+        return tree.unflatten(given.structure, [found.get(i) for i in range(len(given.primals))])
 
     return transposed
 
@@ -119,7 +188,7 @@ def linear_transpose(fn: Callable[..., Any], *primals: Any) -> Callable[..., Any
 def _zeros(leaf: Any) -> Any:
     if isinstance(leaf, ShapeDtype):
         return torch.zeros(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.device)
-    return torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    return torch.zeros_like(leaf) if is_inexact(leaf) else leaf
 
 
 @checked
@@ -139,9 +208,8 @@ def closure_convert(
         ``converted`` and ``tensors``: ``converted(*args, *tensors)`` is ``fn(*args)``, for arguments of
         the same structure, shapes, dtypes and static values.
 
-    Raises:
-        DerivativeError: its derivative is not that of its operations, because it has a rule, or switches
-            gradients off; pass what it closes over as arguments.
+    Raises (when it is called):
+        ValueError: arguments or tensors are not like those it was traced with.
 
     Source: ``jax.closure_convert``.
 
@@ -151,20 +219,36 @@ def closure_convert(
     >>> torch.func.grad(converted, argnums=1)(torch.tensor([3.0, 4.0]), *tensors)
     tensor([3., 4.])
     """
-    arguments = read(args, {})
-    program = trace_call(fn, arguments, paths_of(args, {}), called=False)
-    if program.retrace is not None:
-        raise DerivativeError(
-            f"closure_convert: {program.name} has a rule for its derivative, or switches gradients off: "
-            "its operations do not determine its derivative. Pass the tensors that it reads as arguments."
-        )
-    run = compiled(program.graph, program.name)
+    arguments, paths = read(args, {}), paths_of(args, {})
+    program = trace_call(fn, arguments, paths, called=False)
     tensors = tuple(closure.value for closure in program.closures)
-    constants, out_tree = program.constants, program.out_tree
+    kinds = _kinds(arguments)
+    entry = CacheEntry(fn, program, program, (), arguments, paths, tensors)
 
     def converted(*args_and_tensors: Any) -> Any:
-        given = args_and_tensors[: len(args)]
-        operands = read(given, {}).values
-        return out_tree.build(run((*operands, *args_and_tensors[len(args) :], *constants)))
+        given = read(args_and_tensors[: len(args)], {})
+        others = args_and_tensors[len(args) :]
+        if _kinds(given) != kinds or len(others) != len(tensors):
+            raise ValueError(
+                f"{program.name}: closure_convert traced it with arguments of other shapes, dtypes or "
+                f"static values, and {len(tensors)} tensors follow its {len(args)} arguments: convert it "
+                "again."
+            )
+        state = active()
+        if state is None:
+            made, leaves = call(entry.lowered, entry.parts(given, others))
+            return entry.result(made, leaves, False)
+        operands = [state.operand(x) for x in (*given.values, *others)]
+        with called():
+            made, leaves = call(entry.inlined, state.align_operands(operands))
+        return entry.result(made, leaves, True)
 
-    return Transformed(converted, ()), tensors  # whose derivatives are those of its program
+    return converted, tensors
+
+
+def _kinds(arguments: Arguments) -> tuple[Any, ...]:
+    """The structure of arguments, the shapes and dtypes of tensors, and all else as it is."""
+    leaves = list(arguments.leaves)
+    for i, spec in zip(arguments.traced, specs_of_arguments(arguments), strict=True):
+        leaves[i] = (tuple(spec.shape), spec.dtype)
+    return arguments.structure, leaves

@@ -188,7 +188,7 @@ class _Closed(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if active() is not self.state or len(internals.level_kinds()) != self.levels:
-            return func(*args, **kwargs)  # inside of a further transform, by which tensors are followed
+            return self._deeper(func, args, kwargs)
         for leaf in tree.leaves((args, kwargs)):
             self._check(leaf)
         made = func(*args, **kwargs)
@@ -196,7 +196,25 @@ class _Closed(TorchFunctionMode):
         self.known.update((id(x), x) for x in tree.leaves(made) if self._is_followed(x))
         return made
 
+    def _deeper(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call inside of a further transform, by which tensors are followed; known are its results."""
+        made = func(*args, **kwargs)
+        if active() is self.state:
+            given = [self._base(x) for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if all(id(x) in self.known or not self._is_followed(x) for x in given):
+                tensors = [x for x in tree.leaves(made) if isinstance(x, torch.Tensor)]
+                self.known.update((id(x), x) for x in map(self._base, tensors))
+        return made
+
+    def _base(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor inside of the levels that a further transform has added."""
+        while internals.is_wrapped(tensor) and id(tensor) not in self.known:
+            tensor = internals.wrapped_in(tensor)[0]
+        return tensor
+
     def _check(self, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor):
+            tensor = internals.without_ended_levels(tensor)  # as a pullback keeps them
         if id(tensor) not in self.known and self._is_followed(tensor):
             raise DerivativeError(
                 f"{source.begins_here()}{self.function.who}: {self.function.__name__} reads a tensor of "

@@ -15,7 +15,7 @@ from torchard.functional.effects.in_place import WRITTEN_VIEWS
 from torchard.functional.execution.choices import outlined
 from torchard.functional.execution.collecting import Rows, Total, copied, taken
 from torchard.functional.execution.donated import Owned
-from torchard.functional.execution.failures import Examined, failed, indices_of
+from torchard.functional.execution.failures import Examined, failed, indices_of, is_unset
 from torchard.functional.execution.instructions import (
     Assign,
     Compute,
@@ -205,20 +205,22 @@ def lines_of(
                 yield Line(f"i -= {by}", None, depth)
             case _:
                 texts = _texts(each, names)
-                if isinstance(each, (Compute, Write)) and CHECKS.on(each.node):
+                if isinstance(each, (Compute, Write, Get)) and each.node and CHECKS.on(each.node):
                     texts = _checked(each, texts, names)
                 yield from (Line(text, each.label, depth) for text in texts)
 
 
 def _checked(
-    instruction: Compute | Write, texts: Iterable[str], names: dict[str, Any]
+    instruction: Compute | Write | Get, texts: Iterable[str], names: dict[str, Any]
 ) -> Iterator[str]:
     """The text of an instruction, and of looks at its indices and at its result."""
-    node, slots = instruction.node, instruction.slots
+    node = instruction.node
+    assert node is not None
+    slots = {} if isinstance(instruction, Get) else instruction.slots
     for operand, within in indices_of(node) if CHECKS.of(node).index else ():
         yield f"{_constant(within, names, 'x')}({slots[operand]})"
     yield from texts
-    if STAGE.get(node) in (None, "wait"):  # what was issued is not there yet
+    if STAGE.get(node) in (None, "wait") and not is_unset(node):  # what was issued is not there yet
         given = isinstance(instruction, Compute) and instruction.given  # then the call has taken them
         operands = [] if given else [slots[x] for x in node.all_input_nodes if x in slots]
         look = _constant(Examined(node), names, "x")

@@ -23,9 +23,13 @@ from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.costs.flops import op_name
 from torchard.functional.programs.labels import Label
 from torchard.functional.programs.tags import CHECKS, VAL, Checks
+from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
-__all__ = ["Examined", "Within", "checks_in", "compiled_failed", "failed", "indices_of", "wrong"]
+__all__ = [
+    *("Examined", "Within", "checks_in", "compiled_failed", "failed", "indices_of"),
+    *("is_unset", "wrong"),
+]
 
 _REMEDY = (
     "A process that takes part has ended, hangs, or cannot be reached; the results of this call are "
@@ -112,10 +116,11 @@ class Examined:
 
 def checks_in(graph: fx.Graph) -> Checks | None:
     """All that is looked for in what a graph computes; None if nothing is."""
-    found = [CHECKS.of(node) for node in graph.nodes if CHECKS.on(node)]
-    if not found:
-        return None
-    return Checks(*(any(getattr(each, name) for each in found) for name in ("nan", "inf", "index")))
+    found: Checks | None = None
+    for node in graph.nodes:
+        if CHECKS.on(node):
+            found = CHECKS.of(node).and_those(found)
+    return found
 
 
 def wrong(x: Any, checks: Checks) -> tuple[torch.Tensor, str] | None:
@@ -191,8 +196,10 @@ def indices_of(node: fx.Node) -> list[tuple[fx.Node, Within]]:
                 return []
         case "aten.embedding":
             read = [(given[1], 0, False)]
+        case "aten.embedding_dense_backward":
+            return [(given[1], Within(given[2], False, op))]
         case _ if op in _ALONG and len(sizes):
-            read = [(given[2], given[1], False)]
+            read = [(given[2], given[1], op == "aten.index_fill")]
         case _:
             read = []
     return [
@@ -200,6 +207,26 @@ def indices_of(node: fx.Node) -> list[tuple[fx.Node, Within]]:
         for index, dim, wraps in read
         if isinstance(index, fx.Node)
     ]
+
+
+def is_unset(node: fx.Node) -> bool:
+    """Whether there is nothing to look at: a constant, or memory of which a part was never written."""
+    if not node.all_input_nodes:
+        return True
+    base: Any = node
+    while isinstance(base, fx.Node) and (is_view(base) or op_name(base) in _PARTS):
+        base = base.args[0]
+    return isinstance(base, fx.Node) and op_name(base) in _UNSET
+
+
+_UNSET = frozenset(
+    f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+# Writes to a part of their first operand.
+_PARTS = frozenset(
+    f"aten.{name}"
+    for name in ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "index_put")
+)
 
 
 def _is_mask(index: Any) -> bool:

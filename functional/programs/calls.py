@@ -52,15 +52,15 @@ _SAME = """
 abs.default add.Tensor addcdiv.default addcmul.default addmm.default amax.default amin.default
 argmax.default baddbmm.default bitwise_and.Tensor bitwise_not.default bitwise_or.Tensor bmm.default
 cat.default clamp.default clamp_max.default clamp_min.default clone.default convolution.default
-cos.default cumsum.default div.Scalar div.Tensor embedding.default eq.Scalar eq.Tensor erf.default exp.default
-flip.default gather.default ge.Scalar ge.Tensor gt.Scalar gt.Tensor index_add.default index_select.default
-isnan.default le.Scalar le.Tensor log.default log1p.default logical_and.default logical_not.default
-logsumexp.default lt.Scalar lt.Tensor masked_fill.Scalar maximum.default mean.default mean.dim
-minimum.default mm.default mul.Scalar mul.Tensor native_layer_norm.default ne.Scalar ne.Tensor neg.default
-permute.default pow.Tensor_Scalar reciprocal.default relu.default reshape.default rsqrt.default
-select.int sigmoid.default sign.default sin.default sqrt.default squeeze.default squeeze.dim stack.default
-sub.Tensor sum.default sum.dim_IntList t.default tanh.default transpose.int tril.default
-triu.default unbind.int unsqueeze.default where.self
+cos.default cumsum.default div.Scalar div.Tensor embedding.default eq.Scalar eq.Tensor erf.default
+exp.default flip.default gather.default ge.Scalar ge.Tensor gt.Scalar gt.Tensor index_add.default
+index_select.default isnan.default le.Scalar le.Tensor log.default log1p.default logical_and.default
+logical_not.default logsumexp.default lt.Scalar lt.Tensor masked_fill.Scalar maximum.default
+mean.default mean.dim minimum.default mm.default mul.Scalar mul.Tensor native_layer_norm.default
+ne.Scalar ne.Tensor neg.default permute.default pow.Tensor_Scalar reciprocal.default relu.default
+reshape.default rsqrt.default select.int sigmoid.default sign.default sin.default sqrt.default
+squeeze.default squeeze.dim stack.default sub.Tensor sum.default sum.dim_IntList t.default
+tanh.default transpose.int tril.default triu.default unbind.int unsqueeze.default where.self
 """
 FUNCTIONS = _functions()
 

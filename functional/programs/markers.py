@@ -151,6 +151,9 @@ class Effect:
     def __name__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return self.name
+
     def __call__(self, token: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Perform it, or record it in the trace in progress."""
         return self.run(self, values, token)

@@ -91,10 +91,6 @@ class Placement(Protocol):
     def width(self) -> int:
         """The number of tensors in this process that hold the value."""
 
-    @property
-    def spec(self) -> Any:
-        """What a user calls the placement."""
-
     def batched(self) -> Placement:
         """The placement of the same value with a new, unsplit dimension in front (vmap)."""
 

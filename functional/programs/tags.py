@@ -207,6 +207,12 @@ class Checks:
     inf: bool
     index: bool
 
+    def and_those(self, other: Checks | None) -> Checks:
+        """These, and others: a function that is checked may call one that is."""
+        if other is None:
+            return self
+        return Checks(self.nan or other.nan, self.inf or other.inf, self.index or other.index)
+
 
 CHECKS: Tag[Checks] = declare(
     "checks",

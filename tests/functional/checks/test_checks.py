@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torchard import (
     Mesh,
     P,
     accumulate,
+    associative_scan,
     checked,
     checkpoint,
     error_if,
@@ -161,10 +163,70 @@ def test_which_values_are_wrong_and_whose_they_are() -> None:
         CheckError, match=r"aten.log returned NaN at \[2\], 1 of 3 values, of operands with NaN"
     ):
         checked(torch.log)(x)
-    with pytest.raises(CheckError, match=r"infinity at \[1\], 1 of 3 values, of finite operands"):
+    with pytest.raises(CheckError, match=r"infinity at \[1\], 1 of 3 values, of operands with NaN"):
         checked(torch.log, nan=False, inf=True)(x)
     assert torch.equal(checked(torch.log, nan=False)(x).nan_to_num(), torch.log(x).nan_to_num())
     assert checked(lambda x: x.masked_fill(x > 1, -torch.inf).amax())(X).item() == -torch.inf
+
+
+def test_what_is_not_wrong() -> None:
+    """Memory that is not written yet, constants, what is handed through, and what is not checked."""
+    garbage = torch.full((1000, 100), float("nan"))
+    del garbage
+    checked(lambda x: torch.empty(1000, 100).fill_(1.0).sum() + x.sum())(X)
+
+    def by_parts(x: torch.Tensor) -> torch.Tensor:
+        y = x.new_empty(1000, 100)
+        y[:500], y[500:] = 1.0, 2.0
+        return y.sum() + x.sum()
+
+    checked(by_parts)(X)
+    for backend in ("eager", "aot_eager"):
+        jit(checked(lambda x, n: (x * 2, n)), backend=backend)(X, X * torch.nan)
+        jit(lambda x: (checked(torch.sin)(x), (x - 99).log()), backend=backend)(X)
+    pairs = shard(
+        lambda x: associative_scan(lambda a, b: b + 0 * (b - a) / (b - a), x), MESH, P("dp")
+    )
+    checked(pairs)(torch.arange(6.0))  # no element is combined with itself
+
+
+def recurrence(w: Any, x: Any) -> Any:
+    return ta.scan(lambda c, r: ((c * w).sin(), (r * w).log()), x[0], x)[1]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_equal_regions_of_which_one_is_checked(backend: str) -> None:
+    one = torch.tensor(1.0)
+
+    def f(a: Any, b: Any, first: Fn, second: Fn) -> Any:
+        return first(recurrence)(one, a), second(recurrence)(one, b)
+
+    def plain(fn: Fn) -> Fn:
+        return fn
+
+    with pytest.raises(CheckError, match="log returned NaN"):
+        jit(lambda a, b: f(a, b, plain, checked), backend=backend)(X, X - 99)
+    jit(lambda a, b: f(a, b, checked, plain), backend=backend)(X, X - 99)
+    jit(lambda a, b: f(a, b, checked, partial(checked, nan=False)), backend=backend)(X, X - 99)
+
+
+def test_sums_over_a_loop_are_looked_at() -> None:
+    """Infinities of two iterations, which are NaN together."""
+
+    def f(w: Any, rows: Any) -> Any:
+        return ta.scan(lambda c, r: (c + w.sqrt() * r, None), torch.tensor(0.0), rows)[0]
+
+    for run in (checked(grad(f)), grad(checked(f)), jit(checked(grad(f)), backend="eager")):
+        with pytest.raises(CheckError, match="returned NaN"):
+            run(torch.tensor(0.0), torch.tensor([1.0, -1.0]))
+
+
+def test_a_checked_function_that_calls_one() -> None:
+    for outer in (partial(checked, nan=False), partial(checked, inf=True)):
+        with pytest.raises(CheckError, match="log returned NaN"):
+            outer(checked(torch.log))(X - 99)
+    with pytest.raises(CheckError, match="infinity"):
+        checked(checked(torch.log, inf=True))(X * 0)
 
 
 def test_microbatches_and_ranks_are_named() -> None:
@@ -215,6 +277,10 @@ def test_indices_past_the_end(what: str, way: str) -> None:
         torch.testing.assert_close(
             have.full() if hasattr(have, "full") else have, fn(w, torch.tensor([1, 3]))
         )
+    grads = grad(lambda w, i: F.embedding(i, w).sum())  # which does not need the forward's value
+    with pytest.raises(CheckError, match="was given index 4"):
+        checked(WAYS[way](grads))(w, torch.tensor([1, 4]))
+    checked(WAYS[way](lambda w, i: w.index_fill(0, i, 0.0)))(w, torch.tensor([0, -1]))
     mask, row = torch.ones(4, 2, dtype=torch.bool), torch.zeros(8)
     checked(WAYS[way](lambda w, i: w.index_put((mask,), row)))(w, torch.tensor([0, 0]))
 
@@ -231,6 +297,17 @@ def test_a_check_adds_no_collective() -> None:
     # Of a condition, ranks exchange a bool.
     extra = plan(lambda w, x: (error_if(x > 99, "large"), step(w, x))[1])
     assert sorted(extra) == sorted([*plan(step), ("all_reduce[max] over dp, forward", 1)])
+
+
+def test_messages_are_read_when_they_are_given() -> None:
+    for message, said in (
+        ("set {1,2} {", "write braces twice"),
+        ("x {y}", "shows 'y', which is not"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            error_if(False, message, x=1)
+    with pytest.raises(CheckError, match=r"x \{x:.1f\} \(x is tensor"):
+        error_if(True, "x {x:.1f}", x=X)
 
 
 def test_planned_memory_refuses() -> None:

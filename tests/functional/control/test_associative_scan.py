@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 
 import torchard as ta
-from torchard import LoopError, Mesh, P, associative_scan, checkpoint, fuse, jit, place, shard
+from torchard import (
+    LoopError,
+    Mesh,
+    P,
+    PurityError,
+    associative_scan,
+    checkpoint,
+    fuse,
+    jit,
+    place,
+    shard,
+)
 from torchard.transforms import Program, Rewrite, Transformed
 
 F64 = torch.float64
@@ -229,6 +240,12 @@ def test_steps_grow_with_the_logarithm() -> None:
 
     assert torch.equal(associative_scan(counted, torch.ones(1000)), torch.arange(1.0, 1001))
     assert len(calls) <= 2 * 10 and sum(calls) <= 2 * 1000
+
+
+def test_a_function_that_writes_is_refused() -> None:
+    for way in (lambda f: f, TRANSFORMS["jit"]):
+        with pytest.raises(PurityError, match="f writes to its arguments"):
+            way(lambda x: associative_scan(lambda a, b: a.add_(b), x * 1))(torch.ones(4))
 
 
 @pytest.mark.parametrize(

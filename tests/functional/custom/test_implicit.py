@@ -152,3 +152,53 @@ def test_values_that_the_equation_closes_over_are_refused() -> None:
 def test_as_many_equations_as_unknowns() -> None:
     with pytest.raises(DerivativeError, match=r"test_implicit.py.*shapes \[\(2,\)\]"):
         implicit.root(lambda x: x.expand(2), torch.ones(()), solve=lambda f, x: f(x))
+
+
+def richardson(matvec: Fn, b: Any) -> Any:
+    x = torch.zeros_like(b)
+    for _ in range(80):
+        x = x + 0.3 * (b - matvec(x))
+    return x
+
+
+def richardson_until(matvec: Fn, b: Any) -> Any:
+    return while_loop(
+        lambda x: (b - matvec(x)).norm() > 1e-12,
+        lambda x: x + 0.3 * (b - matvec(x)),
+        torch.zeros_like(b),
+    )
+
+
+@pytest.mark.parametrize("solve", [richardson, richardson_until])
+def test_solvers_apply_the_transposed_matrix(solve: Fn) -> None:
+    """Of a matrix that is not symmetric: gradients are solutions by the pullback of matvec."""
+    generator = torch.Generator().manual_seed(3)
+    a = 2 * torch.eye(3, dtype=F64) + 0.3 * torch.randn(3, 3, generator=generator, dtype=F64)
+    b = torch.randn(3, generator=generator, dtype=F64)
+
+    def solved(a: Any, b: Any) -> Any:
+        return implicit.linear_solve(lambda x, a: a @ x, b, a, solve=solve).sin().sum()
+
+    def of_root(a: Any, b: Any) -> Any:
+        def linear(f: Fn, x: Any) -> Any:
+            return solve(lambda x: f(x) - f(torch.zeros_like(x)), -f(torch.zeros_like(x)))
+
+        root = implicit.root(
+            lambda x, a, b: a @ x - b, torch.zeros_like(b), a, b, solve=linear, tangent_solve=solve
+        )
+        return root.sin().sum()
+
+    def want(a: Any, b: Any) -> Any:
+        return torch.linalg.solve(a, b).sin().sum()
+
+    ways: list[Callable[[Fn], Fn]] = [
+        lambda f: grad(f, (0, 1)),
+        lambda f: lambda a, b: jvp(f, (a, b), (a.sin(), b.cos())),
+        lambda f: lambda a, b: vmap(grad(f), (0, None))(torch.stack([a, a + 0.1]), b),
+        hessian,
+    ]
+    for way in ways:
+        for fn in (solved, of_root):
+            for run in (way(fn), jit(way(fn), backend="eager"), way(jit(fn, backend="eager"))):
+                for x, y in zip(tree.leaves(run(a, b)), tree.leaves(way(want)(a, b)), strict=True):
+                    torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-8)

@@ -138,12 +138,43 @@ def test_refusals() -> None:
         ta.linearize(lambda n: n * 2.5, torch.tensor(3))
     with pytest.raises(DerivativeError, match="no result has a floating tensor"):
         ta.linearize(torch.argmax, X)
-    with pytest.raises(DerivativeError, match="2 tangents were given, of 1 leaves"):
+    with pytest.raises(DerivativeError, match="tangents are PyTreeSpec"):
         ta.linearize(torch.sin, X)[1](X, X)
+    with pytest.raises(
+        DerivativeError, match=r"tangents\[0\] is float32\[4\], and must be torch.float64"
+    ):
+        ta.linearize(torch.sin, X)[1](X.float())
+    with pytest.raises(DerivativeError, match="the cotangent are PyTreeSpec"):
+        ta.linear_transpose(lambda x: 2 * x, X)((X, X))
+    converted, _ = closure_convert(lambda x, n: x * n, X, 2)
+    for wrong in ((X, 3), (X[:2], 2), (X, 2, X)):
+        with pytest.raises(ValueError, match="convert it again"):
+            converted(*wrong)
+
+
+def test_what_is_no_floating_tensor_stays() -> None:
+    (double, *rest), push = ta.linearize(lambda x: (2 * x, 3, None, "a", torch.tensor(4)), X)
+    assert rest[:3] == [3, None, "a"] and rest[3].item() == 4
+    same(push(V)[0], 2 * V)
+    assert push(V)[1:] == (None, None, None, None) and torch.equal(double, 2 * X)
+    taken = ta.linear_transpose(lambda x, rows: x[rows], X, torch.tensor([0, 2]))(V[:2])
+    same(taken[0], torch.stack([V[0], 0 * V[0], V[1], 0 * V[0]]))
+
+
+def test_a_converted_function_keeps_its_derivatives() -> None:
+    """Of detached values, of a rule, and of what is placed."""
     ruled = ta.custom_vjp(torch.sin)
-    ruled.defvjp(lambda x: (x.sin(), x), lambda x, c: (c * x.cos(),))
-    with pytest.raises(DerivativeError, match="has a rule for its derivative"):
-        closure_convert(lambda x: ruled(x * W), X)
+    ruled.defvjp(lambda x: (x.sin(), x), lambda x, c: (10 * c * x.cos(),))
+    placed = ta.place(W, MESH, P("a"))
+    fns = {
+        "detached": (lambda x: x * W.detach() + W, torch.ones_like(W)),
+        "ruled": (lambda x: ruled(x * W), 10 * (X * W).cos() * X),
+        "placed": (shard(lambda x: x * placed, MESH), X),
+    }
+    for fn, want in fns.values():
+        converted, tensors = closure_convert(fn, X)
+        have = grad(lambda *ts, converted=converted: ta.full(converted(X, *ts)).sum())(*tensors)
+        same(have, want)
 
 
 def test_types_say_how_values_are_split() -> None:
