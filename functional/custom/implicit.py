@@ -89,6 +89,7 @@ def root(
         return None, *_pulled(lambda *ps: f(x, *ps), params, shift)
 
     solution.defvjp(fwd, bwd)
+    _name(solution, "implicit.root", f)
     return solution(x0, *params)
 
 
@@ -158,7 +159,13 @@ def linear_solve(
         return gradient, *_pulled(lambda *ps: matvec(x, *ps), params, gradient)
 
     solution.defvjp(fwd, bwd)
+    _name(solution, "implicit.linear_solve", matvec)
     return solution(b, *params)
+
+
+def _name(solution: Any, who: str, equation: Callable[..., Any]) -> None:
+    """What errors call a solution."""
+    solution.who, solution.__name__ = who, getattr(equation, "__name__", "f")
 
 
 def _pulled(fn: Callable[..., Any], params: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:

@@ -219,8 +219,8 @@ class _Closed(TorchFunctionMode):
             raise DerivativeError(
                 f"{source.begins_here()}{self.function.who}: {self.function.__name__} reads a tensor of "
                 f"shape {list(tensor.shape)} that is differentiated, or mapped by vmap, and is none of "
-                "its arguments, so its rule gives no gradient for it: pass it as an argument, or detach "
-                "it before."
+                "its arguments, so its rule gives no gradient for it: pass it as an argument "
+                "(closure_convert does so), or detach it before."
             )
 
     def _is_followed(self, tensor: Any) -> bool:
