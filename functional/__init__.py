@@ -11,9 +11,9 @@ module, ``from torchard.functional import checkpoint`` imports the function.
 """
 
 from torchard.functional.callbacks.calls import io_callback, pure_callback
+from torchard.functional.callbacks.checked import checked
+from torchard.functional.callbacks.error_if import error_if
 from torchard.functional.checkpoint import checkpoint
-from torchard.functional.checks.checked import checked
-from torchard.functional.checks.error_if import error_if
 from torchard.functional.control.associative_scan import associative_scan
 from torchard.functional.control.cond import cond, switch
 from torchard.functional.control.scan import fori_loop, map, scan

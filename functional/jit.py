@@ -13,6 +13,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.checks.looks import checks_in, wrong
 from torchard.functional.compiling.compile_once import compiled_once
 from torchard.functional.compiling.compile_progress import CompileProgress
 from torchard.functional.compiling.compiler_repairs import REPAIRS, has_half_precision
@@ -30,7 +31,7 @@ from torchard.functional.execution.binding import BoundLater, Compiling
 from torchard.functional.execution.choices import effects_of_branches, outlined
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.donated import donated_parts, own
-from torchard.functional.execution.failures import checks_in, compiled_failed, wrong
+from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.memory.planned import Planned, PlannedHalves
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.program import Bound, Pass, Program, Rewrite, Stage

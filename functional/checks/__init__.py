@@ -1,7 +1,6 @@
-"""Checks of values while a program runs: error_if, and checked.
+"""What is looked for in the values of a program while it runs.
 
-One idea: **a check is a tag**. `checked` tags the operations of a program (tags.py, `CHECKS`), operations
-that replace them inherit it, and the code that runs an operation with the tag looks at its result
-(execution/failures.py). So no pass knows of checks. `error_if` is an effect (callbacks/), whose function
-raises.
+One idea: **a check is a tag**. `checked` (callbacks/checked.py) tags the operations of a program (`CHECKS`
+in tags.py), operations that replace them inherit the tag, and the code that runs an operation with it
+looks at its result. So no pass knows of checks.
 """

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.checks.looks import indices_of
 from torchard.functional.compiling.compiler_repairs import WRITES
 from torchard.functional.execution.choices import Conditional
-from torchard.functional.execution.failures import indices_of
 from torchard.functional.execution.reinplacing import written_base
 from torchard.functional.programs.graphs import computation, extracted
 from torchard.functional.programs.kernel_call import Fused

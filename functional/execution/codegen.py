@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.checks.looks import Examined, indices_of, is_unset
 from torchard.functional.effects.in_place import WRITTEN_VIEWS
 from torchard.functional.execution.choices import outlined
 from torchard.functional.execution.collecting import Rows, Total, copied, taken
 from torchard.functional.execution.donated import Owned
-from torchard.functional.execution.failures import Examined, failed, indices_of, is_unset
+from torchard.functional.execution.failures import failed
 from torchard.functional.execution.instructions import (
     Assign,
     Compute,

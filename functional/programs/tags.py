@@ -217,8 +217,9 @@ class Checks:
 CHECKS: Tag[Checks] = declare(
     "checks",
     "what to look for in the result when it is computed",
-    written_by="checks/checked",
-    read_by="compiling/regions, execution/codegen, execution/failures, lowering/lower",
+    written_by="callbacks/checked",
+    read_by="callbacks/checked, checks/looks, compiling/regions, execution/codegen, jit, "
+    "lowering/lower",
     follows="place",
 )
 COORDINATES: Tag[str] = declare(

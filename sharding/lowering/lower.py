@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from torchard.functional.execution.failures import indices_of
+from torchard.functional.checks.looks import indices_of
 from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.markers import Effect
 from torchard.functional.programs.running_sums import added_product, sum_so_far
