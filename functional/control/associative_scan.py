@@ -14,6 +14,7 @@ from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import LoopError, PurityError
 from torchard.functional.core.placed import is_placed
+from torchard.functional.custom.ruled import said
 from torchard.functional.programs.program import Rewrite
 from torchard.functional.tracing.trace_state import active, splitting
 
@@ -113,18 +114,12 @@ def _of_leaves(
             kind = (getattr(leaf, "shape", None), getattr(leaf, "dtype", None))
             if kind != (x.shape, x.dtype):
                 raise LoopError(
-                    f"{source.begins_here()}associative_scan: f returned {_text(leaf)} for {path}, of "
-                    f"which it was given {_text(x)}; combined elements have the shape and dtype of one."
+                    f"{source.begins_here()}associative_scan: f returned {said(leaf)} for {path}, of "
+                    f"which it was given {said(x)}; combined elements have the shape and dtype of one."
                 )
         return leaves
 
     return run
-
-
-def _text(x: Any) -> str:
-    if not isinstance(x, torch.Tensor):
-        return type(x).__name__
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
 def _splitting() -> Rewrite | None:
@@ -133,7 +128,7 @@ def _splitting() -> Rewrite | None:
     return splitting() if state is not None and state.align_operands is list else None
 
 
-class Before(NamedTuple):
+class _Before(NamedTuple):
     """What comes before each block; before the first one comes nothing, and any value stands for it.
 
     Attributes:
@@ -206,7 +201,7 @@ class _Scan:
     def _joined(self, blocks: Values) -> Values:
         return [y.flatten(self.dim, self.dim + 1) for y in self._turned(blocks)]
 
-    def _blocks(self, xs: Values, sizes: tuple[int, ...]) -> tuple[Values, Before | None]:
+    def _blocks(self, xs: Values, sizes: tuple[int, ...]) -> tuple[Values, _Before | None]:
         """The scan of blocks, and what comes before each block: None if there is but one."""
         count, each = xs[0].shape[self.dim : self.dim + 2]
         if each == 1:
@@ -231,7 +226,7 @@ class _Scan:
         ]
         return (self._beside(made, [self._cut(z, half, 1) for z in ends]) if each % 2 else made), before
 
-    def _before(self, totals: Values, sizes: tuple[int, ...]) -> Before:
+    def _before(self, totals: Values, sizes: tuple[int, ...]) -> _Before:
         """What comes before each block, of the totals of blocks."""
         dim, outer = self.dim, sizes[:-1]
         count = math.prod(outer)
@@ -241,14 +236,14 @@ class _Scan:
         ends, begins = self._blocks(grouped, outer)
         if begins is None:
             a, b = ([self._cut(x, i, 1).squeeze(dim).detach() for x in grouped] for i in (0, 1))
-            begins = Before([self._cut(x, 0, 1).squeeze(dim + 1) for x in grouped], (a, b))
+            begins = _Before([self._cut(x, 0, 1).squeeze(dim + 1) for x in grouped], (a, b))
         firsts = [x.unsqueeze(dim + 1) for x in begins.values]
         values = self._joined(
             self._beside(firsts, [self._cut(y, 0, y.shape[dim + 1] - 1) for y in ends])
         )
-        return Before(values, begins.pair)
+        return _Before(values, begins.pair)
 
-    def _begun(self, before: Before | None, xs: Values) -> Values:
+    def _begun(self, before: _Before | None, xs: Values) -> Values:
         """The first element of each block, combined with what comes before the block.
 
         The first block has nothing before it: a pair of blocks that are combined anyhow stands in for it,
