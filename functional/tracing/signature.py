@@ -55,7 +55,7 @@ class ShapeDtype:
     shape: Sequence[int]
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
-    placement: Any = field(default=None, repr=False)
+    placement: Any = field(default=None, repr=False, compare=False)
 
     @property
     def spec(self) -> Any:
