@@ -1,4 +1,4 @@
-"""Loops of 1,000 small steps and scans as trees, beside Python's loops, torch's scan and JAX's.
+"""Loops of 1,000 small steps and scans as trees, beside Python's loops and JAX's.
 
     python benchmarks/loops.py           all of them; the table is saved in results/
     python benchmarks/loops.py --quick   few rounds, nothing saved
@@ -51,18 +51,7 @@ def scan_rivals() -> dict[str, Fn]:
     def ours(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
         return ta.scan(lambda h, x: (step(h, x, w), None), h, x)[0]
 
-    def of_torch(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        from torch._higher_order_ops.scan import scan
-
-        def body(h: torch.Tensor, x: torch.Tensor) -> Any:
-            h = step(h, x, w)
-            return h, h.clone()
-
-        return scan(body, h, x)[0]
-
     found = _ours_and_python(ours, python, (x, w, h))
-    compiled: Any = torch.compile(of_torch)
-    found["torch.compile of torch's scan"] = lambda: compiled(x, w, h)
     if jax is not None:
         a, b, c = map(_to_jax, (x, w, h))
         run = jax.jit(
@@ -159,15 +148,10 @@ def _warm_up() -> None:
 
 def rows_of(name: str, rounds: int) -> list[list[str]]:
     """A table's rows: the median, the ratio to Python's loop, and the seconds of the first call."""
-    rivals, first, failed, want = ROWS[name](), {}, {}, None
-    for rival, run in list(rivals.items()):
+    rivals, first, want = ROWS[name](), {}, None
+    for rival, run in rivals.items():
         began = time.perf_counter()
-        try:
-            result = torch.as_tensor(np.asarray(run()))
-        except Exception as error:  # torch's scan does not compile everything
-            failed[rival] = type(error).__name__
-            del rivals[rival]
-            continue
+        result = torch.as_tensor(np.asarray(run()))
         first[rival] = time.perf_counter() - began
         want = result if want is None else want
         torch.testing.assert_close(result, want, rtol=1e-3, atol=1e-3)
@@ -179,7 +163,7 @@ def rows_of(name: str, rounds: int) -> list[list[str]]:
         rows.append(
             [name, timing.name, f"{timing.median * 1e3:.2f}", ratio, f"{first[timing.name]:.2f}"]
         )
-    return [*rows, *([name, rival, why, "-", "-"] for rival, why in failed.items())]
+    return rows
 
 
 def main() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import checked
@@ -97,9 +98,9 @@ def _of_leaves(
     """f as a function of leaves, of which it is checked that it returns leaves like them."""
 
     def run(a: Values, b: Values) -> Values:
-        versions = [x._version for x in (*a, *b)]
+        versions = _versions((*a, *b))
         result = f(tree.unflatten(structure, a), tree.unflatten(structure, b))
-        if versions != [x._version for x in (*a, *b)]:
+        if versions != _versions((*a, *b)):
             raise PurityError(
                 f"{source.begins_here()}associative_scan: f writes to its arguments, which are parts of "
                 "the sequence: return a new value."
@@ -120,6 +121,12 @@ def _of_leaves(
         return leaves
 
     return run
+
+
+def _versions(values: Sequence[torch.Tensor]) -> list[int | None]:
+    """How often each was written to, which a trace takes no note of; inference tensors do not count."""
+    with internals.no_function_modes():
+        return [None if x.is_inference() else internals.version(x) for x in values]
 
 
 def _splitting() -> Rewrite | None:
