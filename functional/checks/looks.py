@@ -13,8 +13,10 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import CheckError
 from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.costs.flops import op_name
+from torchard.functional.effects.in_place import WRITTEN_VIEWS
 from torchard.functional.programs.tags import CHECKS, VAL, Checks
 from torchard.functional.programs.views import is_view
+from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["Examined", "Within", "checks_in", "indices_of", "is_unset", "wrong"]
 
@@ -147,7 +149,7 @@ def is_unset(node: fx.Node) -> bool:
     if not node.all_input_nodes:
         return True
     base: Any = node
-    while isinstance(base, fx.Node) and (is_view(base) or op_name(base) in _PARTS):
+    while isinstance(base, fx.Node) and (is_view(base) or base.target in _PARTS):
         base = base.args[0]
     return isinstance(base, fx.Node) and op_name(base) in _UNSET
 
@@ -156,10 +158,7 @@ _UNSET = frozenset(
     f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
 # Writes to a part of their first operand.
-_PARTS = frozenset(
-    f"aten.{name}"
-    for name in ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "index_put")
-)
+_PARTS = (*WRITTEN_VIEWS, aten.as_strided_scatter.default, aten.index_put.default)
 
 
 def _is_mask(index: Any) -> bool:

@@ -469,18 +469,12 @@ def in_frames(frames: tuple[Frame, ...]) -> Iterator[None]:
 
 def is_silent() -> bool:
     """Whether effects are left out: what runs was run before."""
-    return getattr(_states, "silent", False)
+    return bool(getattr(_states, "silent", False))
 
 
-@contextlib.contextmanager
-def silent() -> Iterator[None]:
+def silent() -> contextlib.AbstractContextManager[None]:
     """A context in which effects are left out: a derivative computes its forward again."""
-    before = is_silent()
-    _states.silent = True
-    try:
-        yield
-    finally:
-        _states.silent = before
+    return _with("silent", True)
 
 
 def splitting() -> Rewrite | None:
@@ -488,15 +482,20 @@ def splitting() -> Rewrite | None:
     return getattr(_states, "splitting", None)
 
 
-@contextlib.contextmanager
-def split_by(rewrite: Rewrite | None) -> Iterator[None]:
+def split_by(rewrite: Rewrite | None) -> contextlib.AbstractContextManager[None]:
     """A context in which what is traced may be split by a rewrite; None leaves it as it is.
 
     A trace has the same values for all of them: they say only how an operation is best written.
     """
-    before = splitting()
-    _states.splitting = before if rewrite is None else rewrite
+    return _with("splitting", splitting() if rewrite is None else rewrite)
+
+
+@contextlib.contextmanager
+def _with(name: str, value: Any) -> Iterator[None]:
+    """A context in which this thread's traces have a setting."""
+    before = getattr(_states, name, None)
+    setattr(_states, name, value)
     try:
         yield
     finally:
-        _states.splitting = before
+        setattr(_states, name, before)
