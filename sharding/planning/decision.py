@@ -56,6 +56,8 @@ class Given:
         local: operations on local values (manual mode), and which of their options are excluded.
         spread: axes to restore wherever propagation would drop them (``stakes.py``).
         contested: axes along which parameters take precedence over other inputs, not the reverse.
+        handed_first: whether a loop's carry is split as iterations hand it on, rather than as it begins,
+            where costs do not tell.
         machine: the machine by whose rates plans are compared.
         on: the machine on which the plan is to take least time, however it is split; None: the plan by
             rules stays, unless another is better on any machine.
@@ -70,6 +72,7 @@ class Given:
     local: dict[fx.Node, ManualConstraint] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
     contested: frozenset[str] = frozenset()
+    handed_first: bool = False
     machine: Machine = PLANNING
     on: Machine | None = None
 
@@ -135,6 +138,7 @@ class LayoutDecision:
             home.
         taken: the versions that are computed in the place of values' own (`minimum/alternatives.py`).
         outputs: the layout of each output.
+        tied: whether costs did not tell how a loop's carry is split (``Given.handed_first``).
         bytes: bytes sent per rank.
         work: seconds that the busiest rank computes.
     """
@@ -145,6 +149,7 @@ class LayoutDecision:
     kept: dict[fx.Node, Layout] = field(default_factory=dict)
     taken: dict[fx.Node, fx.Node] = field(default_factory=dict)
     outputs: tuple[Layout, ...] = ()
+    tied: bool = False
     bytes: float = 0.0
     work: float = 0.0
 

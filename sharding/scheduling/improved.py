@@ -74,6 +74,11 @@ class _Candidate:
     def figures(self) -> Figures:
         return _figures(self.plan, self.spmd, self.mesh)
 
+    def rank(self) -> tuple[int, float]:
+        """Of equals the smallest is taken: what splits most comes first, then what takes least time."""
+        lost = lost_axes(self.plan, self.mesh)
+        return len(lost), self.figures.seconds(_LATENCIES[-1], _SLOWER[0])
+
     def or_better(self, plan: Plan) -> _Candidate:
         """This one, or another plan if that is better: if it splits more, whatever its calls take."""
         new = _Candidate(plan, self.mesh)
@@ -90,14 +95,23 @@ def improved_plan(graph: fx.Graph, given: Given, mesh: Mesh) -> tuple[Plan, fx.G
     if given.on:
         plan = planned(graph, given, mesh)
         return plan, partition(plan.graph, plan.given, plan.decision, mesh.sizes)
-    best = _Candidate(choose(graph, given, mesh), mesh)
-    if axes := [] if given.local else given.planned_axes(mesh.sizes):
-        plan = best.plan
+    plan = choose(graph, given, mesh)
+    found = [_improved(plan, mesh)]
+    if plan.decision.tied:
+        found.append(_improved(choose(graph, replace(given, handed_first=True), mesh), mesh))
+    best = min(found, key=_Candidate.rank) if len(found) > 1 else found[0]
+    return best.plan, best.spmd
+
+
+def _improved(plan: Plan, mesh: Mesh) -> _Candidate:
+    """A plan, or the minimum along its axes if that is better."""
+    best = _Candidate(plan, mesh)
+    if axes := [] if plan.given.local else plan.given.planned_axes(mesh.sizes):
         known = replace(plan.given, outputs=plan.decision.outputs)
         found = minimized(plan.graph, known, mesh.sizes, plan.decision, axes)
         if found.decision is not plan.decision:
             best = best.or_better(replace(plan, decision=found.decision))
-    return best.plan, best.spmd
+    return best
 
 
 def _figures(plan: Plan, spmd: fx.Graph, mesh: Mesh) -> Figures:

@@ -311,8 +311,12 @@ class Sweep:
             entered = sent(self._read(first), layout, self.sizes)
             return lost, entered + moved * self.start.facts.of(node).size
 
-        # Readers want what the last sweep gave them: of equals, what iterations hand on is first.
-        return sorted(dict.fromkeys([*([handed] if handed else []), home, *wanted]), key=key)
+        # Readers want what the last sweep gave them, so that costs may be equal.
+        begins = [home] if handed is None else [home, handed]
+        self.decision.tied |= len({*begins}) > len({*map(key, begins)})
+        if self.given.handed_first:
+            begins.reverse()
+        return sorted(dict.fromkeys([*begins, *wanted]), key=key)
 
     def _brought_back(
         self, node: fx.Node, call: Call, homes: Sequence[Layout]
