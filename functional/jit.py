@@ -337,6 +337,12 @@ class _Compiled(Compiling):
         """See `Compiling`."""
         self._made(parts)
 
+    def code_for(self, parts: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
+        """Inductor's code for parts of these strides, if calls of this run it and nothing else."""
+        if self.backend != "inductor" or self.checks is not None or self.donated:
+            return None
+        return self._made(parts)[0]
+
     def _made(self, parts: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], list[int]]:
         """The compiled code for parts of these strides, and the inputs that it writes over."""
         key = (*_settings(), *[part.stride() for part in parts])

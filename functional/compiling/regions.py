@@ -223,6 +223,11 @@ class Region:
         places = {result: operands[position] for position, result in placed}
         return _put(self.run(operands, [position for position, _ in placed]), places)
 
+    @property
+    def code_for(self) -> Any:
+        """What gives the compiled code for operands of some strides; None if Python takes part in it."""
+        return getattr(self.run, "code_for", None)
+
 
 def _rewritten(nodes: Sequence[fx.Node], fresh: Sequence[bool]) -> dict[int, int]:
     """By fresh result, the operand that it is, with some elements written; each operand once."""

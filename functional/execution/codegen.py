@@ -14,7 +14,6 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.checks.looks import Examined, indices_of, is_unset
 from torchard.functional.effects.in_place import WRITTEN_VIEWS
 from torchard.functional.execution.choices import outlined
-from torchard.functional.execution.collecting import Rows, Total, copied, taken
 from torchard.functional.execution.donated import Owned
 from torchard.functional.execution.failures import failed
 from torchard.functional.execution.instructions import (
@@ -37,8 +36,10 @@ from torchard.functional.execution.instructions import (
     While,
     Write,
 )
+from torchard.functional.execution.native_loops import InNativeCode, in_native_code
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
 from torchard.functional.execution.sequencing import instructions_of, what_runs
+from torchard.functional.iterations.collecting import Rows, Total, copied, taken
 from torchard.functional.programs.calls import callee
 from torchard.functional.programs.labels import Label
 from torchard.functional.programs.loops import regrouped
@@ -189,14 +190,15 @@ def lines_of(
     """The lines of instructions, each with the label of its operation; adds the names they use."""
     for each in instructions:
         match each:
-            case For(order, body):
-                yield Line(f"for i in range({order.start}, {order.stop}, {order.step}):", None, depth)
-                yield from lines_of(body, names, depth + 1)
-            case While(slot, body):
-                yield Line("i = 0", None, depth)
-                yield Line(f"while bool({slot}):", None, depth)
-                yield from lines_of(body, names, depth + 1)
-                yield Line("i += 1", None, depth + 1)
+            case For() | While():
+                native = in_native_code(each)
+                if native is not None:
+                    yield from _native(native, names, depth)
+                yield from _loop(each, names, depth + (native is not None))
+                if native is not None:
+                    yield Line("else:", None, depth)
+                    yield Line(f"{_comma(native.results)} = ran", None, depth + 1)
+                    yield Line("del ran", None, depth)
             case When(rows, body):
                 yield Line(f"if {rows.start} <= i < {rows.stop}:", None, depth)
                 yield from lines_of(body, names, depth + 1)
@@ -209,6 +211,31 @@ def lines_of(
                 if isinstance(each, (Compute, Write, Get)) and each.node and CHECKS.on(each.node):
                     texts = _checked(each, texts, names)
                 yield from (Line(text, each.label, depth) for text in texts)
+
+
+def _loop(loop: For | While, names: dict[str, Any], depth: int) -> Iterator[Line]:
+    """The lines of a loop in Python."""
+    if isinstance(loop, For):
+        order = loop.order
+        yield Line(f"for i in range({order.start}, {order.stop}, {order.step}):", None, depth)
+        yield from lines_of(loop.body, names, depth + 1)
+    else:
+        yield Line("i = 0", None, depth)
+        yield Line(f"while bool({loop.slot}):", None, depth)
+        yield from lines_of(loop.body, names, depth + 1)
+        yield Line("i += 1", None, depth + 1)
+
+
+def _native(found: InNativeCode, names: dict[str, Any], depth: int) -> Iterator[Line]:
+    """The lines before a loop in Python, which runs if native code did not."""
+    function = _constant(found.loop, names, "n")
+    given = (f"[{', '.join(x)}]" for x in (found.sources, found.carries, found.collectors))
+    yield Line(f"ran = {function}({', '.join(given)})", None, depth)
+    yield Line("if ran is None:", None, depth)
+
+
+def _comma(slots: Sequence[str]) -> str:
+    return f"{', '.join(slots)}," if slots else "[]"
 
 
 def _checked(

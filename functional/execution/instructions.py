@@ -102,7 +102,7 @@ class Compute(_OfNode):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copied(Compute):
-    """Compute a node that writes its second operand to a part of its first: in a copy (collecting.py)."""
+    """Compute a node that writes its second operand to a part of its first: in a copy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,8 +10,8 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.effects.in_place import WRITTEN_VIEWS
-from torchard.functional.execution.collecting import copied, new_buffer
 from torchard.functional.execution.storages import Fresh, Results
+from torchard.functional.iterations.collecting import copied, new_buffer
 from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.markers import rows, total
 from torchard.functional.programs.tags import STAGE

@@ -18,7 +18,6 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.effects.in_place import WRITTEN_VIEWS
-from torchard.functional.execution.collecting import Rows, Total, copied, taken
 from torchard.functional.execution.instructions import (
     Assign,
     Compute,
@@ -37,6 +36,7 @@ from torchard.functional.execution.instructions import (
     executed,
 )
 from torchard.functional.execution.sequencing import what_runs
+from torchard.functional.iterations.collecting import Rows, Total, copied, taken
 from torchard.functional.programs.labels import Label
 from torchard.functional.torch_internals.operators import aten, c10d
 from torchard.functional.updates.in_place import UpdateInPlace

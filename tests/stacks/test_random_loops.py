@@ -11,7 +11,7 @@ from loop_calls import CALLS, poisoned_buffer
 from random_loops import random_layers, random_loop
 from random_stacks import FAILED, WRONG, Case, draw, judge
 
-from torchard.functional.execution import collecting
+from torchard.functional.iterations import collecting
 from torchard.functional.loops import equal_layers
 
 COUNT = examples(ci=4, explore=5000)

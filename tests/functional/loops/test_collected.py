@@ -11,8 +11,8 @@ from any_size import fuse
 from loop_calls import CALLS, poisoned_buffer
 
 from torchard import Mesh, P, checkpoint, jit, policies, repeat, shard
-from torchard.functional.execution import collecting
-from torchard.functional.execution.collecting import Rows, Total
+from torchard.functional.iterations import collecting
+from torchard.functional.iterations.collecting import Rows, Total
 from torchard.functional.loops import equal_layers
 
 Tensor = torch.Tensor

@@ -6,7 +6,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 
-__all__ = ["Rows", "Total", "copied", "new_buffer", "taken"]
+__all__ = ["Kept", "Rows", "Total", "copied", "new_buffer", "taken"]
 
 
 def new_buffer(value: torch.Tensor, count: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def _is_seen(value: torch.Tensor) -> bool:
     return internals.has_transforms() or (torch.is_grad_enabled() and value.requires_grad)
 
 
-def taken(values: list[torch.Tensor | None], i: int) -> torch.Tensor:
+def taken(values: list[torch.Tensor | None] | Kept, i: int) -> torch.Tensor:
     """Take a value out of a list, which does not hold it any longer."""
     value, values[i] = values[i], None
     assert value is not None  # it is taken once
@@ -100,3 +100,27 @@ def copied(x: torch.Tensor) -> torch.Tensor:
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
         return x.clone()
     return x.new_empty_strided(x.shape, x.stride()).copy_(x)
+
+
+class Kept:
+    """Values of the iterations of rows from `first` on, one by one, as a list of all rows has them.
+
+    They share memory, which is free when the last one is: what is taken out of it stays there.
+    """
+
+    __slots__ = ("first", "stack")
+
+    def __init__(self, stack: torch.Tensor, first: int) -> None:
+        self.stack, self.first = stack, first
+
+    @property
+    def address(self) -> int:
+        """Where the row 0 is, or would be."""
+        step = self.stack.stride(0) * self.stack.dtype.itemsize
+        return self.stack.data_ptr() - self.first * step
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.stack[i - self.first]
+
+    def __setitem__(self, i: int, value: None) -> None:
+        pass
