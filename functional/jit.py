@@ -20,6 +20,7 @@ from torchard.functional.compiling.compiler_repairs import REPAIRS, has_half_pre
 from torchard.functional.compiling.faulty_lowerings import call_torch
 from torchard.functional.compiling.region_donation import donated_operands
 from torchard.functional.compiling.regions import by_regions
+from torchard.functional.compiling.small_products import sum_small_products
 from torchard.functional.compiling.writes_in_place import write_in_place
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
@@ -202,8 +203,10 @@ class Compile(Rewrite):
         """The module, or its regions, compiled when they are first called."""
         progress = CompileProgress(program.name)
 
-        def region(graph: fx.Graph) -> Bound:
+        def region(graph: fx.Graph, repeated: bool = False) -> Bound:
             insert_barriers(graph)
+            if repeated and self.backend == "inductor":
+                sum_small_products(graph)
             part = fx.GraphModule(torch.nn.Module(), graph)
             return _Compiled(part, compiled(graph, program.name), self.backend, progress)
 

@@ -41,13 +41,13 @@ _RANDOM_BITS = "torchard.random_bits.default"
 
 
 def by_regions(
-    graph: fx.Graph, compiled: Callable[[fx.Graph], Run], may_write: bool = False
+    graph: fx.Graph, compiled: Callable[[fx.Graph, bool], Run], may_write: bool = False
 ) -> fx.Graph | None:
     """A graph that calls compiled regions; None if it has no loops, no equal regions and no kernels.
 
     Args:
         graph: the graph, in which items of tuples are moved to the operations that return the tuples.
-        compiled: compiles the graph of a region.
+        compiled: compiles the graph of a region; told whether it is the body of a loop.
         may_write: whether what it compiles may be told to write to operands.
     """
     for node in list(graph.nodes):
@@ -74,7 +74,7 @@ def by_regions(
         if node in ends:
             nodes, key = ends[node]
             if key not in runs:
-                runs[key] = compiled(_extracted(nodes))
+                runs[key] = compiled(_extracted(nodes), LOOP.on(node))
             _call(outer, nodes, Region(runs[key], nodes, may_write), env)
         elif node not in inside:
             env[node] = outer.node_copy(node, env.__getitem__)
@@ -181,7 +181,8 @@ def _key(nodes: Sequence[fx.Node]) -> Hashable:
     inputs = _inputs(nodes)
     numbers = {node: i for i, node in enumerate((*inputs, *nodes))}
     checks = tuple(map(CHECKS.get, nodes))
-    return (*computation(nodes, inputs), *(numbers[node] for node in _outputs(nodes)), checks)
+    outputs = tuple(numbers[node] for node in _outputs(nodes))
+    return (*computation(nodes, inputs), *outputs, checks, LOOP.on(nodes[0]))
 
 
 def _extracted(nodes: Sequence[fx.Node]) -> fx.Graph:

@@ -18,7 +18,7 @@ from torchard.functional.execution.instructions import (
     While,
 )
 from torchard.functional.iterations.native_loop import NativeLoop
-from torchard.functional.iterations.workspace import Collected, Value
+from torchard.functional.iterations.workspace import Collected, LoopValue
 
 __all__ = ["InNativeCode", "in_native_code"]
 
@@ -43,7 +43,7 @@ def in_native_code(loop: For | While) -> InNativeCode | None:
     found = _Iteration()
     handed = [each for each in loop.body if isinstance(each, Assign)]
     for each in handed:
-        found.values |= {slot: Value("carry", c) for c, slot in enumerate(each.slots)}
+        found.values |= {slot: LoopValue("carry", c) for c, slot in enumerate(each.slots)}
     if len(handed) > 1 or not all(map(found.adds, loop.body)) or found.code_for is None:
         return None
     carries = list(handed[0].slots) if handed else []
@@ -63,11 +63,11 @@ def in_native_code(loop: For | While) -> InNativeCode | None:
 class _Iteration:
     """What the instructions of an iteration do, as far as they have been added."""
 
-    values: dict[str, Value] = field(default_factory=dict)
+    values: dict[str, LoopValue] = field(default_factory=dict)
     sources: dict[str, int] = field(default_factory=dict)
-    operands: list[Value] = field(default_factory=list)
+    operands: list[LoopValue] = field(default_factory=list)
     collected: dict[str, Collected] = field(default_factory=dict)
-    handed: list[Value] = field(default_factory=list)
+    handed: list[LoopValue] = field(default_factory=list)
     code_for: Any = None
     results: str | None = None  # the slot of the region's results
     has_rows: bool = False
@@ -77,9 +77,9 @@ class _Iteration:
         match instruction:
             case Read(_, slot, source, None, _):
                 self.has_rows = True
-                self.values[slot] = Value("row", self._source(source))
+                self.values[slot] = LoopValue("row", self._source(source))
             case Read(_, slot, source, int(index), "item") if source == self.results:
-                self.values[slot] = Value("result", index)
+                self.values[slot] = LoopValue("result", index)
             case Pack(None, _, values, slots):
                 self.operands = [self._value(slots[value]) for value in values]
             case Compute(node, slot, _, _, ()) if self.results is None:
@@ -96,10 +96,10 @@ class _Iteration:
                 return False
         return True
 
-    def _value(self, slot: str) -> Value:
+    def _value(self, slot: str) -> LoopValue:
         """The value in a slot: if no instruction has set it, that which is there before the loop."""
         known = self.values.get(slot)
-        return known if known is not None else Value("whole", self._source(slot))
+        return known if known is not None else LoopValue("whole", self._source(slot))
 
     def _source(self, slot: str) -> int:
         return self.sources.setdefault(slot, len(self.sources))

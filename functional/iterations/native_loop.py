@@ -16,8 +16,13 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.locks import Lock
 from torchard.functional.iterations.collecting import Kept, Rows
 from torchard.functional.iterations.driver import ADDS
-from torchard.functional.iterations.recorded import layout_of, recorded
-from torchard.functional.iterations.workspace import Collected, Iteration, Value, Workspace
+from torchard.functional.iterations.recorded import MemoryLayout, layout_of, recorded
+from torchard.functional.iterations.workspace import (
+    Collected,
+    LoopValue,
+    NativeIteration,
+    Workspace,
+)
 from torchard.functional.torch_internals.accessors.native_code import Run
 
 __all__ = ["NativeLoop"]
@@ -40,8 +45,8 @@ class NativeLoop:
     def __init__(
         self,
         compiled: Callable[[Sequence[torch.Tensor]], Run | None],
-        operands: Sequence[Value],
-        carries: Sequence[Value],
+        operands: Sequence[LoopValue],
+        carries: Sequence[LoopValue],
         collected: Sequence[Collected],
         order: range | None,
         going: int = 0,
@@ -49,7 +54,7 @@ class NativeLoop:
         self.compiled, self.operands, self.carries = compiled, operands, carries
         self.collected, self.order, self.going = collected, order, going
         # By strides: what an iteration calls, and memory for that which no run is using.
-        self._known: dict[Any, tuple[Iteration, list[Workspace]] | None] = {}
+        self._known: dict[Any, tuple[NativeIteration, list[Workspace]] | None] = {}
         self._lock = Lock()
 
     def __call__(
@@ -105,27 +110,34 @@ class NativeLoop:
 
     def _noted(
         self, stacks: Sequence[Any], sources: Sequence[Any], carries: Sequence[torch.Tensor]
-    ) -> tuple[Iteration, list[Workspace]] | None:
-        """What an iteration calls, when its carries are laid out as they are handed on."""
-        given = carries
-        for _ in range(2):
-            first = self._first(stacks, sources, given)
-            run = self.compiled(first)
-            calls = None if run is None else recorded(run, first)
-            if run is None or calls is None or sum(calls.buffers) > MOST_BYTES:
-                return None
-            homes = list(map(layout_of, given))
-            made = Iteration(
-                calls, self.operands, self.carries, self.collected, self.order, self.going,
-                list(map(layout_of, stacks)), homes,
-            )  # fmt: skip
-            handed = [made.layout(value).filled for value in self.carries]
-            if handed == homes:
-                return (made, []) if _can_collect(made) and _is_right(made, run, first) else None
-            if any((x.size, x.dtype) != (y.size, y.dtype) for x, y in zip(homes, handed, strict=True)):
-                return None
-            given = [y.empty().copy_(x) for x, y in zip(given, handed, strict=True)]
-        return None
+    ) -> tuple[NativeIteration, list[Workspace]] | None:
+        """What an iteration calls; if it can be, with carries laid out as they are handed on."""
+        noted = self._noted_with(stacks, sources, carries)
+        if noted is None:
+            return None
+        made, handed = noted
+        if handed != made.homes:
+            carries = [y.empty().copy_(x) for x, y in zip(carries, handed, strict=True)]
+            noted = self._noted_with(stacks, sources, carries)
+        return None if noted is None else (noted[0], [])
+
+    def _noted_with(
+        self, stacks: Sequence[Any], sources: Sequence[Any], carries: Sequence[torch.Tensor]
+    ) -> tuple[NativeIteration, list[MemoryLayout]] | None:
+        """What an iteration calls for carries of these layouts, and the layouts that it hands on."""
+        first = self._first(stacks, sources, carries)
+        run = self.compiled(first)
+        calls = None if run is None else recorded(run, first)
+        if run is None or calls is None or sum(calls.buffers) > MOST_BYTES:
+            return None
+        made = NativeIteration(
+            calls, self.operands, self.carries, self.collected, self.order, self.going,
+            list(map(layout_of, stacks)), list(map(layout_of, carries)),
+        )  # fmt: skip
+        handed = [made.layout(value).filled for value in self.carries]
+        if any((x.size, x.dtype) != (y.size, y.dtype) for x, y in zip(made.homes, handed, strict=True)):
+            return None
+        return (made, handed) if _can_collect(made) and _is_right(made, run, first) else None
 
 
 def _is_plain(x: torch.Tensor) -> bool:
@@ -135,19 +147,19 @@ def _is_plain(x: torch.Tensor) -> bool:
     return not (x.is_neg() or x.is_conj() or (torch.is_grad_enabled() and x.requires_grad))
 
 
-def _can_collect(made: Iteration) -> bool:
+def _can_collect(made: NativeIteration) -> bool:
     """Whether the driver can add what is added up."""
     totals = [made.layout(each.value) for each in made.collected if each.kind == "total"]
     return all(x.is_dense and x.dtype in ADDS for x in totals)
 
 
-def _is_right(made: Iteration, run: Run, inputs: Sequence[torch.Tensor]) -> bool:
+def _is_right(made: NativeIteration, run: Run, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether the calls compute what compiled code does, to the bit."""
     results = range(len(made.calls.results))
     alone = made._replace(
-        operands=[Value("whole", i) for i in range(len(inputs))],
+        operands=[LoopValue("whole", i) for i in range(len(inputs))],
         carries=[],
-        collected=[Collected("rows", Value("result", i)) for i in results],
+        collected=[Collected("rows", LoopValue("result", i)) for i in results],
         order=range(1),
         sources=list(map(layout_of, inputs)),
         homes=[],

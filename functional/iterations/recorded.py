@@ -12,10 +12,10 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.iterations.driver import MOST_OPERANDS
 from torchard.functional.torch_internals.accessors.native_code import Run, native_calls
 
-__all__ = ["Layout", "Place", "Recorded", "layout_of", "recorded"]
+__all__ = ["BufferView", "MemoryLayout", "Recorded", "in_order", "layout_of", "recorded"]
 
 
-class Layout(NamedTuple):
+class MemoryLayout(NamedTuple):
     """How a value is laid out in memory; strides are in elements."""
 
     size: tuple[int, ...]
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
         return self.span == math.prod(self.size)
 
     @property
-    def filled(self) -> Layout:
+    def filled(self) -> MemoryLayout:
         """This one if it is dense, else one in order of the dims."""
         return self if self.is_dense else in_order(self.size, self.dtype)
 
@@ -48,41 +48,41 @@ class Layout(NamedTuple):
         """A tensor of this layout."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
-    def rows(self, count: int) -> Layout:
+    def rows(self, count: int) -> MemoryLayout:
         """The layout of a stack of so many."""
         strides = (math.prod(self.size), *self.stride) if self.is_dense else None
         size = (count, *self.size)
-        return in_order(size, self.dtype) if strides is None else Layout(size, strides, self.dtype)
+        return in_order(size, self.dtype) if strides is None else MemoryLayout(size, strides, self.dtype)
 
     @property
-    def row(self) -> Layout:
+    def row(self) -> MemoryLayout:
         """The layout of a row."""
-        return Layout(self.size[1:], self.stride[1:], self.dtype)
+        return MemoryLayout(self.size[1:], self.stride[1:], self.dtype)
 
 
-def layout_of(x: torch.Tensor) -> Layout:
+def layout_of(x: torch.Tensor) -> MemoryLayout:
     """The layout of a tensor."""
-    return Layout(tuple(x.shape), x.stride(), x.dtype)
+    return MemoryLayout(tuple(x.shape), x.stride(), x.dtype)
 
 
-def in_order(size: Sequence[int], dtype: torch.dtype) -> Layout:
+def in_order(size: Sequence[int], dtype: torch.dtype) -> MemoryLayout:
     """The layout of a contiguous tensor."""
-    return Layout(tuple(size), torch.empty(tuple(size), device="meta").stride(), dtype)
+    return MemoryLayout(tuple(size), torch.empty(tuple(size), device="meta").stride(), dtype)
 
 
-class Place(NamedTuple):
+class BufferView(NamedTuple):
     """A view of a buffer, some bytes from its beginning."""
 
     buffer: int
     offset: int
-    layout: Layout
+    layout: MemoryLayout
 
 
-class Step(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of a C function on some places; see `NativeCall`."""
 
     address: int
-    places: list[Place]
+    places: list[BufferView]
     is_product: bool
 
 
@@ -96,8 +96,8 @@ class Recorded(NamedTuple):
     """
 
     inputs: int
-    steps: list[Step]
-    results: list[Place]
+    steps: list[RecordedCall]
+    results: list[BufferView]
     buffers: list[int]
     constants: list[torch.Tensor]
 
@@ -115,15 +115,15 @@ def recorded(run: Run, inputs: Sequence[torch.Tensor]) -> Recorded | None:
     memory = [*copies, *calls.buffers, *calls.constants]
     known = {internals.storage_id(x): i for i, x in reversed([*enumerate(memory)])}
 
-    def place(x: torch.Tensor) -> Place:
+    def place(x: torch.Tensor) -> BufferView:
         buffer = known.get(internals.storage_id(x))
         if buffer is None or x.device.type != "cpu" or x.is_neg() or x.is_conj():
             raise _Elsewhere
-        return Place(buffer, int(x.storage_offset()) * x.dtype.itemsize, layout_of(x))
+        return BufferView(buffer, int(x.storage_offset()) * x.dtype.itemsize, layout_of(x))
 
     try:
         steps = [
-            Step(call.address, list(map(place, call.operands)), call.is_product)
+            RecordedCall(call.address, list(map(place, call.operands)), call.is_product)
             for call in calls.calls
         ]
         results = list(map(place, calls.results))

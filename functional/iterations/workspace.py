@@ -11,15 +11,15 @@ import torch
 
 from torchard.functional.iterations.collecting import Kept, Rows, Total
 from torchard.functional.iterations.driver import Driver, Pointer
-from torchard.functional.iterations.recorded import Layout, Place, Recorded, in_order
+from torchard.functional.iterations.recorded import BufferView, MemoryLayout, Recorded, in_order
 from torchard.functional.torch_internals.accessors.native_code import Handle
 
-__all__ = ["Collected", "Iteration", "Value", "Workspace"]
+__all__ = ["Collected", "LoopValue", "NativeIteration", "Workspace"]
 
 _ALIGNED = 64  # bytes
 
 
-class Value(NamedTuple):
+class LoopValue(NamedTuple):
     """A value of an iteration: a row of a source, a source itself, a carry, or a result of the region."""
 
     kind: Literal["row", "whole", "carry", "result"]
@@ -30,10 +30,10 @@ class Collected(NamedTuple):
     """A value that is collected: in a list, in a stack of rows, or as a sum."""
 
     kind: Literal["list", "rows", "total"]
-    value: Value
+    value: LoopValue
 
 
-class Iteration(NamedTuple):
+class NativeIteration(NamedTuple):
     """What an iteration calls, and where it leaves its results.
 
     Attributes:
@@ -47,15 +47,15 @@ class Iteration(NamedTuple):
     """
 
     calls: Recorded
-    operands: Sequence[Value]
-    carries: Sequence[Value]
+    operands: Sequence[LoopValue]
+    carries: Sequence[LoopValue]
     collected: Sequence[Collected]
     order: range | None
     going: int
-    sources: Sequence[Layout]
-    homes: Sequence[Layout]
+    sources: Sequence[MemoryLayout]
+    homes: Sequence[MemoryLayout]
 
-    def layout(self, value: Value) -> Layout:
+    def layout(self, value: LoopValue) -> MemoryLayout:
         """The layout of a value."""
         match value.kind:
             case "result":
@@ -75,13 +75,13 @@ class Workspace:
     collectors, then handles of sources. Everything else is in one block of memory.
     """
 
-    def __init__(self, iteration: Iteration) -> None:
+    def __init__(self, iteration: NativeIteration) -> None:
         self.iteration, self.driver = iteration, Driver()
         sizes = [home.bytes for home in iteration.homes] + iteration.calls.buffers
         self._offsets = [0, *itertools.accumulate(-(-n // _ALIGNED) * _ALIGNED for n in sizes)]
         self._block = torch.empty(self._offsets[-1], dtype=torch.uint8)
         self._kept: list[Any] = []  # copies of rows and carries, and handles
-        self._handled: list[tuple[int, int, Layout]] = []  # a source, bytes from there, a layout
+        self._handled: list[tuple[int, int, MemoryLayout]] = []  # a source, bytes from there, a layout
         self._handles: list[Handle] = []  # of these, in the last run
         self._addresses: list[int] = []  # where they were
         self.carries = list(map(self._carry, range(len(iteration.homes))))
@@ -126,7 +126,7 @@ class Workspace:
         flat = self._block[start : start + home.bytes].view(home.dtype)
         return flat.as_strided(home.size, home.stride)
 
-    def _value(self, value: Value) -> Pointer:
+    def _value(self, value: LoopValue) -> Pointer:
         if value.kind == "result":
             return self._place(self.iteration.calls.results[value.number])
         if value.kind == "carry":
@@ -135,13 +135,13 @@ class Workspace:
             return Pointer(value.number, 0)
         return self._row(value.number, self.iteration.sources[value.number])
 
-    def _row(self, base: int, stack: Layout) -> Pointer:
+    def _row(self, base: int, stack: MemoryLayout) -> Pointer:
         """The row of an iteration in a base."""
         order, step = self.iteration.order, stack.stride[0] * stack.dtype.itemsize
         assert order is not None  # what has rows has a known number of iterations
         return Pointer(base, order.start * step, order.step * step)
 
-    def _place(self, place: Place) -> Pointer:
+    def _place(self, place: BufferView) -> Pointer:
         calls = self.iteration.calls
         if place.buffer < calls.inputs:
             pointer = self._value(self.iteration.operands[place.buffer])
@@ -156,7 +156,7 @@ class Workspace:
 
     # -- what is called besides kernels -----------------------------------------------------------
 
-    def _handle(self, x: Pointer, layout: Layout) -> Pointer:
+    def _handle(self, x: Pointer, layout: MemoryLayout) -> Pointer:
         """A handle of a value; of a row, of a copy that is always in one place."""
         if x.step:
             x, layout = self._copied(x, layout)
@@ -177,7 +177,7 @@ class Workspace:
             self._addresses = addresses
         return [handle.number for handle in self._handles]
 
-    def _copied(self, x: Pointer, layout: Layout) -> tuple[Pointer, Layout]:
+    def _copied(self, x: Pointer, layout: MemoryLayout) -> tuple[Pointer, MemoryLayout]:
         """A copy that each iteration makes of a value."""
         ordered = in_order(layout.size, layout.dtype)
         copy = ordered.empty()
@@ -186,7 +186,7 @@ class Workspace:
         self._copy(to, ordered, x, layout)
         return to, ordered
 
-    def _copy(self, to: Pointer, there: Layout, x: Pointer, here: Layout) -> None:
+    def _copy(self, to: Pointer, there: MemoryLayout, x: Pointer, here: MemoryLayout) -> None:
         kept = [d for d, n in enumerate(here.size) if n > 1]
         strides = [there.stride[d] for d in kept], [here.stride[d] for d in kept]
         if strides[0] == strides[1] and here.is_dense:
@@ -200,7 +200,7 @@ class Workspace:
         values = self.iteration.carries
         first = self._block.data_ptr()
         last = first + self._offsets[len(values)]
-        handed = [Value("carry", c) for c in range(len(values))]
+        handed = [LoopValue("carry", c) for c in range(len(values))]
         homes, found = (
             [(self._value(value), self.iteration.layout(value)) for value in each]
             for each in (handed, values)
@@ -239,7 +239,7 @@ class Workspace:
         self._copy(self._row(base, stack), stack.row, x, layout)
 
 
-def _beginning(collector: Total, layout: Layout) -> torch.Tensor:
+def _beginning(collector: Total, layout: MemoryLayout) -> torch.Tensor:
     """The sum before the first iteration, in memory of its own."""
     total = layout.empty()
     if collector.total is not None:
