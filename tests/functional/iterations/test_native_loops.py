@@ -155,13 +155,13 @@ def test_ranks_of_a_mesh(ran: list[bool]) -> None:
 
 def test_carries_that_change_places(ran: list[bool]) -> None:
     def fn(a: Tensor, b: Tensor, c: Tensor) -> Any:
-        return scan(lambda s, _: ((s[1], s[2], s[0] + 1), s[1]), (a, b, c), length=STEPS)
+        return scan(lambda s, _: ((s[2] + 1, s[0], s[1]), s[1]), (a, b, c), length=STEPS)
 
     have = jit(fn)(*map(torch.tensor, (1.0, 2.0, 3.0)))
     a, b, c, found = 1.0, 2.0, 3.0, []
     for _ in range(STEPS):
         found.append(b)
-        a, b, c = b, c, a + 1
+        a, b, c = c + 1, a, b
     assert [x.item() for x in have[0]] == [a, b, c] and have[1].tolist() == found
     assert ran == [True]
 
