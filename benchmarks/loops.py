@@ -36,29 +36,54 @@ STEPS, WIDTH, LENGTH = 1000, 16, 4096
 Fn = Callable[[], Any]
 
 
+def _recurrence() -> tuple[torch.Tensor, ...]:
+    return torch.randn(STEPS, WIDTH), torch.randn(WIDTH, WIDTH) / 4, torch.zeros(WIDTH)
+
+
+def _step(h: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x + h @ w) + 0.5 * h
+
+
+def _in_python(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    for i in range(STEPS):
+        h = _step(h, x[i], w)
+    return h
+
+
+def _by_scan(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return ta.scan(lambda h, x: (_step(h, x, w), None), h, x)[0]
+
+
+def _by_jax(x: Any, w: Any, h: Any) -> Any:
+    return jax.lax.scan(lambda h, x: (jnp.tanh(x + h @ w) + 0.5 * h, None), h, x)[0]
+
+
 def scan_rivals() -> dict[str, Fn]:
     """A gated recurrence: its last state."""
-    x, w, h = torch.randn(STEPS, WIDTH), torch.randn(WIDTH, WIDTH) / 4, torch.zeros(WIDTH)
+    args = _recurrence()
+    found = _ours_and_python(_by_scan, _in_python, args)
+    if jax is not None:
+        given, run = list(map(_to_jax, args)), jax.jit(_by_jax)
+        found["jax.jit"] = lambda: run(*given).block_until_ready()
+    return found
 
-    def step(h: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x + h @ w) + 0.5 * h
+
+def gradient_rivals() -> dict[str, Fn]:
+    """The gradient of its last state's sum, by the weights."""
+    x, w, h = _recurrence()
 
     def python(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        for i in range(STEPS):
-            h = step(h, x[i], w)
-        return h
+        w = w.clone().requires_grad_()
+        (found,) = torch.autograd.grad(_in_python(x, w, h).sum(), w)
+        return found
 
     def ours(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        return ta.scan(lambda h, x: (step(h, x, w), None), h, x)[0]
+        return torch.func.grad(lambda w: _by_scan(x, w, h).sum())(w)
 
     found = _ours_and_python(ours, python, (x, w, h))
     if jax is not None:
         a, b, c = map(_to_jax, (x, w, h))
-        run = jax.jit(
-            lambda x, w, h: jax.lax.scan(
-                lambda h, x: (jnp.tanh(x + h @ w) + 0.5 * h, None), h, x
-            )[0]
-        )
+        run = jax.jit(lambda x, w, h: jax.grad(lambda w: _by_jax(x, w, h).sum())(w))
         found["jax.jit"] = lambda: run(a, b, c).block_until_ready()
     return found
 
@@ -120,6 +145,7 @@ def tree_rivals() -> dict[str, Fn]:
 
 ROWS: dict[str, Callable[[], dict[str, Fn]]] = {
     f"scan, {STEPS} steps": scan_rivals,
+    f"gradient of it, {STEPS} steps": gradient_rivals,
     f"while_loop, {STEPS} steps": while_rivals,
     f"associative_scan, {LENGTH} steps": tree_rivals,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -149,12 +150,14 @@ class Iterated:
         """Run the Python loop."""
         leaves, structure = tree.flatten(rows)
         parts = [[None] * self.count if leaf is None else leaf.unbind(0) for leaf in leaves]
-        collected = []
+        listed = zip(*parts, strict=True) if parts else itertools.repeat((), self.count)
+        alone = leaves and rows is _only(leaves)
+        each = [row[0] if alone else tree.unflatten(structure, row) for row in listed]
+        collected, traced = [], active() is not None
         order = range(self.count)
         for i in order[::-1] if self.reverse else order:
-            with in_iteration_of(self.frame, i):
-                row = tree.unflatten(structure, [part[i] for part in parts])
-                carry, y = step(carry, row, shared)
+            with in_iteration_of(self.frame, i) if traced else _NO_TRACE:
+                carry, y = step(carry, each[i], shared)
             collected.append(y)
         return carry, tree.map(_stacked, *(collected[::-1] if self.reverse else collected))
 
@@ -210,6 +213,7 @@ class Iterated:
         return trace_shapes(body, tree.map(_shape_of_row, rows), carry, tuple(shared))
 
 
+_NO_TRACE = contextlib.nullcontext()
 Kind = tuple[tuple[int, ...], torch.dtype] | None
 
 
@@ -220,18 +224,26 @@ class Application:
         self.words, self.fn = words, fn
         leaves, self.structure = tree.flatten(carry)
         self.kinds = _kinds(leaves)
+        self.alone = self.kinds[0] if carry is _only(leaves) else None
         self.paths = tree.paths(carry, words.carry)
 
     def __call__(self, carry: Any, row: Any, shared: Sequence[Any]) -> tuple[Any, Any]:
         carry, y = self.fn(carry, row, *shared)
-        leaves, structure = tree.flatten(carry)
-        if structure != self.structure or _kinds(leaves) != self.kinds:
+        if not self._is_alike(carry):
+            leaves, structure = tree.flatten(carry)
             leaves = [as_tensor(leaf, _device(carry)) for leaf in leaves]
             self._check(leaves, structure)
             carry = tree.unflatten(structure, leaves)
         if y is not None and any(map(is_number, tree.leaves(y))):
             y = tree.map(lambda leaf: as_tensor(leaf, _device(carry)), y)
         return carry, y
+
+    def _is_alike(self, carry: Any) -> bool:
+        """Whether a carry has the structure, shapes and dtypes of the first one, without a conversion."""
+        if self.alone is not None and isinstance(carry, torch.Tensor):
+            return (carry.shape, carry.dtype) == self.alone
+        leaves, structure = tree.flatten(carry)
+        return structure == self.structure and _kinds(leaves) == self.kinds
 
     def _check(self, leaves: list[Any], structure: Any) -> None:
         who, body, name, each, _, hint, _ = self.words
@@ -282,6 +294,11 @@ def trace_shapes(fn: Callable[..., Any], *args: Any) -> Program:
     return trace_call(fn, arguments, paths_of(args, {}), grad_mode=grad_mode, called=False)
 
 
+def _only(leaves: Sequence[Any]) -> Any:
+    """The one leaf; None if there are none or more, or if it is None."""
+    return leaves[0] if len(leaves) == 1 else None
+
+
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is a Python number, or a traced argument that was one."""
     if isinstance(leaf, torch.Tensor):
@@ -323,7 +340,7 @@ def _device(values: Any) -> torch.device | None:
 def in_iteration_of(frame: Frame, i: int) -> contextlib.AbstractContextManager[None]:
     """A context in which operations of a trace are in the iteration of a number."""
     if active() is None:
-        return contextlib.nullcontext()
+        return _NO_TRACE
     entered = replace(frame, name=in_iteration(frame.name, i), iterated=False)
     return in_frames((*current_frames(), entered))
 

@@ -131,12 +131,12 @@ class _While:
         step, going = loop.step(carry), None
         for _ in range(max_steps) if max_steps is not None else itertools.count():
             here = self.holds(carry)
-            going = here if going is None else going & here
-            if not _is_batched(going):
-                if not going:
+            if going is None and not _is_batched(here):  # for all examples, here and before
+                if not here:
                     break
                 carry, _none = step(carry, None, ())
                 continue
+            going = here if going is None else going & here
             if not internals.wrapped_in(going)[-1].any():
                 break
             new, _none = step(carry, None, ())
