@@ -49,6 +49,7 @@ writes: $(STAMP) ## 10,000 random programs that write in place: numbers, then re
 
 laws: $(STAMP) ## ten times as many stacks of transforms as make test (all of them: ARGS="--every 1")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/library_laws.py --out tests/results/laws.md $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/control_laws.py --out tests/results/control-laws.md $(ARGS)
 
 mutants: $(STAMP) ## break the library in a hundred places, and see which tests notice (an hour; ARGS="--only eps")
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[mutants]'

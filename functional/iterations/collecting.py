@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.iterations.recorded import layout_of
 
-__all__ = ["Kept", "Rows", "Total", "copied", "new_buffer", "taken"]
+__all__ = ["Kept", "Rows", "Total", "copied", "kept", "new_buffer", "taken"]
 
 
 def new_buffer(value: torch.Tensor, count: int) -> torch.Tensor:
@@ -124,3 +127,24 @@ class Kept:
 
     def __setitem__(self, i: int, value: None) -> None:
         pass
+
+
+def kept(values: Sequence[torch.Tensor | None]) -> Kept | None:
+    """The values of a list, if they are rows of one memory, as those that a native loop has kept are.
+
+    A backward of its own is given such values one by one.
+    """
+    first = next((i for i, x in enumerate(values) if x is not None), len(values))
+    rows = [x for x in values if x is not None]
+    if len(rows) < 2 or len(rows) != len(values) - first:
+        return None
+    one, itemsize = rows[0].detach(), rows[0].dtype.itemsize
+    kind, start = (one.shape, one.stride(), one.dtype), one.data_ptr()
+    step = rows[1].data_ptr() - start
+    end = one.storage_offset() * itemsize + step * (len(rows) - 1) + layout_of(one).bytes
+    if step <= 0 or step % itemsize or end > one.untyped_storage().nbytes():
+        return None
+    for i, x in enumerate(rows):
+        if x.data_ptr() != start + i * step or (x.shape, x.stride(), x.dtype) != kind:
+            return None
+    return Kept(one.as_strided((len(rows), *kind[0]), (step // itemsize, *kind[1])), first)

@@ -14,7 +14,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.locks import Lock
-from torchard.functional.iterations.collecting import Kept, Rows
+from torchard.functional.iterations.collecting import Kept, Rows, kept
 from torchard.functional.iterations.driver import ADDS
 from torchard.functional.iterations.recorded import MemoryLayout, layout_of, recorded
 from torchard.functional.iterations.workspace import (
@@ -73,6 +73,7 @@ class NativeLoop:
             return None
         if internals.has_modes() or internals.has_transforms() or internals.profiler_enabled():
             return None
+        sources = [kept(x) if isinstance(x, list) else x for x in sources]
         stacks = [x.stack if isinstance(x, Kept) else x for x in sources]
         if not all(map(_is_plain, (*stacks, *carries))):
             return None
@@ -91,7 +92,8 @@ class NativeLoop:
         iteration, free = known
         with self._lock:
             workspace = free.pop() if free else None
-        workspace = workspace or Workspace(iteration)
+        with torch.inference_mode(False):  # other runs write to it, too
+            workspace = workspace or Workspace(iteration)
         try:
             return workspace.run(sources, carries, collectors)
         finally:
@@ -142,7 +144,9 @@ class NativeLoop:
 
 def _is_plain(x: torch.Tensor) -> bool:
     """Whether a tensor is nothing but memory of a CPU."""
-    if type(x) is not torch.Tensor or x.device.type != "cpu" or x.layout is not torch.strided:
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
+        return False
+    if x.device.type != "cpu":
         return False
     return not (x.is_neg() or x.is_conj() or (torch.is_grad_enabled() and x.requires_grad))
 

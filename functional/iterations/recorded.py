@@ -46,7 +46,7 @@ class MemoryLayout(NamedTuple):
 
     def empty(self) -> torch.Tensor:
         """A tensor of this layout."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu")
 
     def rows(self, count: int) -> MemoryLayout:
         """The layout of a stack of so many."""

@@ -79,7 +79,7 @@ class Workspace:
         self.iteration, self.driver = iteration, Driver()
         sizes = [home.bytes for home in iteration.homes] + iteration.calls.buffers
         self._offsets = [0, *itertools.accumulate(-(-n // _ALIGNED) * _ALIGNED for n in sizes)]
-        self._block = torch.empty(self._offsets[-1], dtype=torch.uint8)
+        self._block = torch.empty(self._offsets[-1], dtype=torch.uint8, device="cpu")
         self._kept: list[Any] = []  # copies of rows and carries, and handles
         self._handled: list[tuple[int, int, MemoryLayout]] = []  # a source, bytes from there, a layout
         self._handles: list[Handle] = []  # of these, in the last run

@@ -77,14 +77,18 @@ def words(model: str, every: int) -> list[tuple[str, ...]]:
 
 
 def outcome(model: str, word: tuple[str, ...], number: int) -> str:
-    """Nothing if the word's stack equals the same derivations of the plain function; else the refusal.
+    """What `judged` says of a word on a model."""
+    fn, args = MODELS[model]
+    return judged(fn, args, word, MESHES[(number + list(MODELS).index(model)) % len(MESHES)])
+
+
+def judged(fn: Callable[..., Any], args: tuple[Any, ...], word: tuple[Any, ...], mesh: Mesh) -> str:
+    """Nothing if a stack equals the same derivations of the plain function; else the refusal.
 
     Raises:
         AssertionError: it computes something else.
         Exception: it fails by an error that is no refusal.
     """
-    fn, args = MODELS[model]
-    mesh = MESHES[(number + list(MODELS).index(model)) % len(MESHES)]
     try:
         check_stack(fn, [word], *args, mesh=mesh)
     except Exception as error:

@@ -26,7 +26,9 @@ __all__ = ["Handle", "NativeCall", "NativeCalls", "Run", "library", "native_call
 
 # Products in torch's libraries, by the names that Inductor's code calls them by.
 _PRODUCTS = {name: f"aoti_torch_cpu_{name}_out" for name in ("mm", "bmm", "addmm")}
+_DTYPE = "aoti_torch_dtype_"
 _HANDLES = ("aoti_torch_create_tensor_from_blob", "aoti_torch_delete_tensor_object")
+_one_at_a_time = threading.Lock()  # a module's names are changed meanwhile
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -68,7 +70,7 @@ def native_calls(run: Run, inputs: Sequence[torch.Tensor]) -> NativeCalls | None
     if names is None:
         return None
     recorder = _Recorder(names)
-    with recorder.recording(), recorder:
+    with _one_at_a_time, recorder.recording(), recorder:
         recorder.found.results = list(run(list(inputs)))
     return recorder.found if recorder.complete else None
 
@@ -140,15 +142,17 @@ class _Recorder(TorchDispatchMode):
 
     def _kernel(self, function: Any, _: Any, *args: Any) -> None:
         file = getattr(getattr(function, "__self__", None), "__file__", None)
-        if file is None or not all(isinstance(x, torch.Tensor) for x in args):
+        kernel = None if file is None else getattr(ctypes.CDLL(file), "kernel", None)
+        if kernel is None or not all(isinstance(x, torch.Tensor) for x in args):
             self.complete = False
-            return
-        self.found.calls.append(NativeCall(_address(ctypes.CDLL(file).kernel), args, False))
+        else:
+            self.found.calls.append(NativeCall(_address(kernel), args, False))
 
     def product(self, name: str, *operands: Any, out: Any = None, **options: Any) -> None:
         """Note a product, of a result that is given."""
         library, known = _of_torch(), _PRODUCTS.get(name, "")
-        there = all(hasattr(library, x) for x in (known, *_HANDLES))
+        dtypes = [_DTYPE + _name(x.dtype) for x in operands if isinstance(x, torch.Tensor)]
+        there = all(hasattr(library, x) for x in (known, *_HANDLES, *dtypes))
         if not there or out is None or any(x != 1 for x in options.values()):
             self.complete = False
         else:
@@ -202,8 +206,7 @@ class Handle:
         self, address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> None:
         library: Any = _of_torch()
-        self._library = library
-        code = getattr(library, f"aoti_torch_dtype_{str(dtype).partition('.')[2]}")()
+        code = getattr(library, _DTYPE + _name(dtype))()
         sizes, strides = ((ctypes.c_int64 * len(x))(*x) for x in (size, stride))
         made = ctypes.c_void_p()
         failed = library.aoti_torch_create_tensor_from_blob(
@@ -212,10 +215,16 @@ class Handle:
         )  # fmt: skip
         assert not failed and made.value is not None
         self.number = made.value
+        self._delete: Any = library.aoti_torch_delete_tensor_object
+        self._made = made
 
     def __del__(self) -> None:
-        if hasattr(self, "number"):
-            self._library.aoti_torch_delete_tensor_object(ctypes.c_void_p(self.number))
+        if hasattr(self, "_made"):
+            self._delete(self._made)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).partition(".")[2]
 
 
 def library(source: str) -> ctypes.CDLL:

@@ -12,7 +12,7 @@ from loop_calls import CALLS, poisoned_buffer
 
 from torchard import Mesh, P, checkpoint, jit, policies, repeat, shard
 from torchard.functional.iterations import collecting
-from torchard.functional.iterations.collecting import Rows, Total
+from torchard.functional.iterations.collecting import Rows, Total, kept
 from torchard.functional.loops import equal_layers
 
 Tensor = torch.Tensor
@@ -200,3 +200,26 @@ def test_hessian_products_inside_of_transforms(body: Any, way: str) -> None:
 
     run = checkpoint(product)
     _assert_same(WAYS[way](run)(x, w), product(x, w))
+
+
+def test_kept_rows_of_one_memory() -> None:
+    stack = torch.arange(24.0).reshape(4, 2, 3)
+    found = kept([None, *stack.mT.unbind(0)])
+    assert found is not None and found.first == 1
+    assert torch.equal(found[2], stack[1].mT) and found.address == stack.data_ptr() - 24
+    others: list[list[torch.Tensor | None]] = [
+        [*stack.unbind(0), None],
+        [stack[0], stack[2], stack[1]],
+        [stack[0], stack[1].mT.reshape(2, 3)],
+        [torch.zeros(3) for _ in range(5)],
+        [*stack.unbind(0), torch.zeros(2, 3)],
+        [None, None],
+    ]
+    assert [kept(each) for each in others] == [None] * len(others)
+
+
+def test_kept_rows_past_the_end() -> None:
+    """Tensors at equal distances in memory that is not one's."""
+    memory = torch.arange(8.0)
+    alone = [torch.tensor([]).set_(memory[i : i + 2].clone().untyped_storage()) for i in (0, 2, 4)]
+    assert kept(alone) is None

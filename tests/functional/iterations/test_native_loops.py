@@ -213,6 +213,66 @@ def test_an_endless_loop_can_be_interrupted(ran: list[bool]) -> None:
     assert ran == [True]  # the first one: this did not return
 
 
+# -- around a call ----------------------------------------------------------------------------------
+
+
+def test_gradients_outside_of_the_program(ran: list[bool]) -> None:
+    """A backward of its own reads what the forward's iterations kept."""
+    w, xs = weights(4, torch.float64), values(3, STEPS, 4, dtype=torch.float64)
+    run, learned = jit(last_and_all), {name: torch.nn.Parameter(x) for name, x in w.items()}
+    for _ in range(2):
+        found = torch.autograd.grad(squares(run)(learned, xs), list(learned.values()))
+        near(found, list(grad(squares(unrolled))(w, xs).values()))
+    assert ran == [True] * 4
+
+
+def test_parameters_are_plain_memory(ran: list[bool]) -> None:
+    w, xs = weights(4, torch.float64), values(3, STEPS, 4, dtype=torch.float64)
+    with torch.no_grad():
+        near(jit(last_and_all)({k: torch.nn.Parameter(x) for k, x in w.items()}, xs), unrolled(w, xs))
+    assert ran == [True]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_before_and_after(first: bool, ran: list[bool]) -> None:
+    run, xs = jit(running_sum), values(STEPS, 5)
+    for mode in (first, not first, first):
+        with torch.inference_mode(mode):
+            torch.testing.assert_close(run(xs)[0], xs.sin().sum(0))
+    assert ran == [True] * 3
+
+
+def test_another_default_device(ran: list[bool]) -> None:
+    xs = values(STEPS, 5)
+    with torch.device("meta"):
+        torch.testing.assert_close(jit(running_sum)(xs)[0], xs.sin().sum(0))
+
+
+def test_loops_of_one_region_in_threads() -> None:
+    """What one loop notes, while another one runs the same compiled code."""
+
+    def twice(xs: Tensor) -> Tensor:
+        return running_sum(running_sum(xs)[1])[0]
+
+    xs = values(300, 5)
+    want, _ = running_sum(running_sum(xs)[1])
+    for _ in range(3):
+        run, found = jit(twice), list[bool]()
+        threads = [
+            threading.Thread(target=lambda run=run, found=found: found.append(_near(run(xs), want)))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [True] * 3
+
+
+def _near(have: Tensor, want: Tensor) -> bool:
+    return torch.allclose(have, want, rtol=1e-4, atol=1e-4)
+
+
 # -- what stays in Python ---------------------------------------------------------------------------
 
 
