@@ -10,6 +10,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.iterations.driver import MOST_OPERANDS
+from torchard.functional.programs.views import are_dense
 from torchard.functional.torch_internals.accessors.native_code import Run, native_calls
 
 __all__ = ["BufferView", "MemoryLayout", "Recorded", "in_order", "layout_of", "recorded"]
@@ -36,8 +37,8 @@ class MemoryLayout(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the elements fill the span."""
-        return self.span == math.prod(self.size)
+        """Whether the elements fill the span, each in a place of its own."""
+        return are_dense(self.size, self.stride)
 
     @property
     def filled(self) -> MemoryLayout:

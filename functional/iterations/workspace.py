@@ -187,7 +187,7 @@ class Workspace:
         return to, ordered
 
     def _copy(self, to: Pointer, there: MemoryLayout, x: Pointer, here: MemoryLayout) -> None:
-        kept = [d for d, n in enumerate(here.size) if n > 1]
+        kept = [d for d, n in enumerate(here.size) if n != 1]
         strides = [there.stride[d] for d in kept], [here.stride[d] for d in kept]
         if strides[0] == strides[1] and here.is_dense:
             self.driver.copy(to, x, here.bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torchard.functional.programs.tags import LOOP, NAME, OFFLOAD, RECOMPUTE, VA
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = [
+    "are_dense",
     "base_of",
     "depending_on",
     "forward_offloads",
@@ -40,12 +41,15 @@ def is_view(node: fx.Node) -> bool:
 
 def is_dense(val: torch.Tensor) -> bool:
     """Whether some order of its dims makes a tensor contiguous: no gaps, no two elements in one place."""
-    if val.is_contiguous():
-        return True
+    return val.is_contiguous() or are_dense(val.shape, val.stride())
+
+
+def are_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """The same of a tensor of these sizes and strides."""
     count = 1
-    for stride, size in sorted(zip(val.stride(), val.shape, strict=True)):
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1 and stride != count:
-            return False
+            return 0 in sizes
         count *= size
     return True
 

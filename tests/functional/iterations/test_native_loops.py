@@ -6,6 +6,7 @@ differ in the last bit: torch's products of rows that are not dense, which nativ
 
 from __future__ import annotations
 
+import cProfile
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -166,6 +167,25 @@ def test_carries_that_change_places(ran: list[bool]) -> None:
     assert ran == [True]
 
 
+def test_elements_in_one_place(ran: list[bool]) -> None:
+    """Three elements over three, of which no two rows are dense, though they span as many as they are."""
+
+    def fn(a: Tensor, b: Tensor) -> Any:
+        return scan(lambda s, _: ((s[1], s[0] - s[1].mean()), s[1]), (a, b), length=STEPS)
+
+    a, b = (values(2, 5)[:, :1].expand(2, 3) for _ in range(2))
+    near(jit(fn)(a, b), fn(a.double(), b.double()))
+    assert ran == [True]
+
+
+@pytest.mark.parametrize("shape", [(20, 0, 3), (20, 3, 0)])
+def test_rows_of_no_elements(shape: tuple[int, ...], ran: list[bool]) -> None:
+    xs = torch.empty(shape).mT
+    count, rows = jit(lambda xs: scan(lambda c, x: (c + x.sum() + 1, x), torch.zeros(()), xs))(xs)
+    assert count == 20 and rows.shape == xs.shape
+    assert ran == [True]
+
+
 # -- loops of unknown length ------------------------------------------------------------------------
 
 
@@ -320,6 +340,15 @@ def test_profilers_and_checks_see_each_operation(ran: list[bool]) -> None:
     assert ran == [True, False]
     same_bits(jit(checked_by(running_sum, nan=True))(xs), want)
     assert ran == [True, False, False]
+
+
+def test_a_profiler_of_pythons_is_let_alone(ran: list[bool]) -> None:
+    run, xs, profiler = jit(running_sum), values(STEPS, 5), cProfile.Profile()
+    with profiler:
+        want = run(xs)
+    assert profiler.getstats()
+    same_bits(run(xs), want)
+    assert ran == [False, True]
 
 
 def test_half_precision(ran: list[bool]) -> None:
