@@ -84,13 +84,13 @@ class NativeLoop:
         if run is None:
             return None
         key = run, *[x.stride() for x in (*stacks, *carries)]
-        if key not in self._known:
-            if sys.getprofile() is not None:  # which notes would need for themselves
-                return None
-            with self._lock:
-                if key not in self._known:
-                    self._known[key] = self._noted(stacks, sources, carries)
-        if (known := self._known[key]) is None:
+        if key not in self._known and sys.getprofile() is not None:
+            return None  # to note calls takes a profiler of its own
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._noted(stacks, sources, carries)
+            known = self._known[key]
+        if known is None:
             return None
         iteration, free = known
         with self._lock:
@@ -133,14 +133,16 @@ class NativeLoop:
         first = self._first(stacks, sources, carries)
         run = self.compiled(first)
         calls = None if run is None else recorded(run, first)
-        if run is None or calls is None or sum(calls.buffers) > MOST_BYTES:
+        homes = list(map(layout_of, carries))
+        size = sum(home.bytes for home in homes)
+        if run is None or calls is None or size + sum(calls.buffers) > MOST_BYTES:
             return None
         made = NativeIteration(
             calls, self.operands, self.carries, self.collected, self.order, self.going,
-            list(map(layout_of, stacks)), list(map(layout_of, carries)),
+            list(map(layout_of, stacks)), homes,
         )  # fmt: skip
         handed = [made.layout(value).filled for value in self.carries]
-        if any((x.size, x.dtype) != (y.size, y.dtype) for x, y in zip(made.homes, handed, strict=True)):
+        if any((x.size, x.dtype) != (y.size, y.dtype) for x, y in zip(homes, handed, strict=True)):
             return None
         return (made, handed) if _can_collect(made) and _is_right(made, run, first) else None
 

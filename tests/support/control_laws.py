@@ -250,6 +250,8 @@ def table(every: int, inductor: int, seed: int = 0) -> tuple[str, int]:
             wrong.append(f"{said}: {type(error).__name__}: {str(error)[:300]}")
             print(wrong[-1], file=sys.stderr, flush=True)
         counts[name].update([kind, f"{kind} {derivation}", *["Inductor"] * compiled])
+        if n % 100 == 99:
+            print(f"{n + 1} words, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     counts["all"] = sum(counts.values(), Counter[str]())
     columns = ("right", "refused", "wrong", "Inductor")
     rows = [

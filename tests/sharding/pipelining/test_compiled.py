@@ -66,7 +66,8 @@ def test_a_region_for_each_task() -> None:
     graph = program.runtime.graph(program).graph
     regions: list[Any] = []
 
-    def compiled(region: torch.fx.Graph) -> Any:
+    def compiled(region: torch.fx.Graph, repeated: bool) -> Any:
+        assert not repeated
         regions.append(region)
         return lambda values: values
 
