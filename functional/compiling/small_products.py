@@ -33,7 +33,9 @@ def sum_small_products(graph: fx.Graph) -> None:
         if not _is_small(node, factors):
             continue
         with graph.inserting_before(node):
-            left, right = (_unsqueezed(x, dim) for x, dim in zip(factors, (-1, -3), strict=True))
+            left, right = (
+                _call(aten.unsqueeze.default, x, dim) for x, dim in zip(factors, (-1, -3), strict=True)
+            )
             found = _call(aten.sum.dim_IntList, _call(aten.mul.Tensor, left, right), [-2])
             if node.target is aten.addmm.default:
                 found = _call(aten.add.Tensor, found, node.args[0])
@@ -47,10 +49,6 @@ def _is_small(node: fx.Node, factors: Any) -> bool:
     if left is None or result is None or left.device.type != "cpu" or left.dtype not in _DTYPES:
         return False
     return bool(0 < result.numel() * left.shape[-1] <= _MOST)
-
-
-def _unsqueezed(x: fx.Node, dim: int) -> fx.Node:
-    return _call(aten.unsqueeze.default, x, dim)
 
 
 def _call(function: Any, x: fx.Node, *args: Any) -> fx.Node:

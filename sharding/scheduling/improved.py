@@ -75,7 +75,7 @@ class _Candidate:
         return _figures(self.plan, self.spmd, self.mesh)
 
     def rank(self) -> tuple[int, float]:
-        """Of equals the smallest is taken: what splits most comes first, then what takes least time."""
+        """Smallest for the better plan: the one that splits more, then the one that takes less time."""
         lost = lost_axes(self.plan, self.mesh)
         return len(lost), self.figures.seconds(_LATENCIES[-1], _SLOWER[0])
 

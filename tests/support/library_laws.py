@@ -132,10 +132,14 @@ def table(every: int) -> tuple[str, int]:
         seconds = time.monotonic() - began
         rows.append("| " + " | ".join(map(str, cells)) + f" | {seconds:.0f} |")
         print(rows[-1], file=sys.stderr, flush=True)
-    lists = {"Refused": sorted(refused), "Wrong": wrong}
+    return HEAD.format(every=every) + results_text(rows, sorted(refused), wrong), len(wrong)
+
+
+def results_text(rows: list[str], refused: list[str], wrong: list[str]) -> str:
+    """The rows of a table, and lists of what was refused and wrong, if anything was."""
+    lists = {"Refused": refused, "Wrong": wrong}
     parts = [f"{name}:\n\n" + "\n".join(f"- {line}" for line in of) for name, of in lists.items() if of]
-    text = HEAD.format(every=every) + "\n".join([*rows, *(f"\n{part}" for part in parts)]) + "\n"
-    return text, len(wrong)
+    return "\n".join([*rows, *(f"\n{part}" for part in parts)]) + "\n"
 
 
 HEAD = f"""# The library's laws
@@ -155,11 +159,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the file of the table; by default it is printed")
     options = parser.parse_args()
     warnings.simplefilter("ignore", RetraceWarning)
-    text, wrong = table(options.every)
-    if options.out is None:
+    return told(*table(options.every), options.out)
+
+
+def told(text: str, wrong: int, out: Path | None) -> int:
+    """Print a table, or write it to a file; gives the exit status, 1 if anything was wrong."""
+    if out is None:
         print(text)
     else:
-        options.out.write_text(text)
+        out.write_text(text)
     return int(wrong > 0)
 
 

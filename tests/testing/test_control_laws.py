@@ -9,6 +9,6 @@ from effort import examples
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_word_equals_the_plain_function(name: str) -> None:
-    for function, _, word, mesh, dtype in words(examples(ci=1000, explore=30), seed=1):
+    for function, word, mesh, dtype in words(examples(ci=1000, explore=30), seed=1):
         if function == name:
             outcome(function, word, mesh, dtype)
